@@ -1,0 +1,305 @@
+"""Topology files: one frozen, strict tree, built once at the edge.
+
+`load_topology(path)` reads YAML; an unknown key names the nearest known one, a bad value names its dotted path and what would be
+right (ConfigError). The commented example of every key is cluster/topologies/cpu-1p1d.yaml.
+
+Files speak of milliseconds and GiB where people do (`ttft_ms`, `outbox_gib`); the properties here give seconds and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from disagg.errors import ConfigError, nearest
+from disagg.types import Mode, Role
+
+GIB = 1 << 30
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+PoolArgs = dict[str, Any]
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class SimulatedSettings(_Strict):
+    """Timing of `engine.kind: simulated`: a model's shape on a device, by the roofline, times a clock speed.
+
+    `speed`: simulated seconds per real second (10 = ten times faster than the device; 0 = no waiting at all).
+    `kv_bytes_per_token`: real bytes that stand for one token's KV in boxes and on the wire.
+    """
+
+    gpu: str = "h100"
+    shape: str = "llama-3.1-70b"
+    tp: PositiveInt = 1
+    dtype: Literal["bf16", "fp8"] = "bf16"
+    speed: Annotated[float, Field(ge=0)] = 1.0
+    kv_bytes_per_token: PositiveInt = 64
+    block_tokens: PositiveInt = 16
+    max_num_batched_tokens: PositiveInt = 2048
+    max_num_seqs: PositiveInt = 256
+    max_model_len: PositiveInt = 32768
+    kv_cache_tokens: PositiveInt | None = None  # None: what the device's memory holds
+
+
+class EngineSettings(_Strict):
+    """Which engine, and its arguments. `args`: any field of vLLM's AsyncEngineArgs, for all pools; a pool's `args` win."""
+
+    kind: Literal["vllm", "simulated"] = "vllm"
+    args: PoolArgs = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)
+    simulated: SimulatedSettings = Field(default_factory=SimulatedSettings)
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _env_values_are_text(cls, value: Any) -> Any:
+        return {k: str(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
+class PoolSettings(_Strict):
+    """One pool: how many workers, and what each gets.
+
+    `cores`: CPU cores per worker (reserved in Ray, and bound when `bind_cores`). `gpus`: GPUs per worker; must equal the
+    tensor-parallel degree. `args`/`simulated`: overrides of the engine's settings for this pool.
+    """
+
+    count: PositiveInt
+    cores: PositiveInt = 1
+    gpus: Annotated[int, Field(ge=0)] = 0
+    bind_cores: bool = True
+    args: PoolArgs = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)
+    simulated: dict[str, Any] = Field(default_factory=dict)
+    resources: dict[str, float] = Field(default_factory=dict)  # further Ray resources per worker
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _env_values_are_text(cls, value: Any) -> Any:
+        return {k: str(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
+class Pools(_Strict):
+    """The pools. `colocated` is used in mode colocated; when absent it is derived: as many workers as prefill + decode."""
+
+    prefill: PoolSettings | None = None
+    decode: PoolSettings | None = None
+    colocated: PoolSettings | None = None
+
+
+class KvSettings(_Strict):
+    """How KV moves. `carrier: auto` takes shm between workers of one host and grpc otherwise.
+
+    `outbox_gib`/`inbox_gib`: box sizes per worker. `lease_s`: how long an outbox entry outlives a silent gateway before it is fenced.
+    `delay_s` and `gbps`: slow the carrier down on purpose (experiments and tests): extra seconds before the first frame, and a bandwidth
+    cap in 10^9 bytes/s.
+    """
+
+    carrier: Literal["auto", "shm", "grpc"] = "auto"
+    outbox_gib: Annotated[float, Field(gt=0)] = 0.5
+    inbox_gib: Annotated[float, Field(gt=0)] = 0.5
+    lease_s: Annotated[float, Field(gt=0)] = 30.0
+    port: Port = 0
+    delay_s: Annotated[float, Field(ge=0)] = 0.0
+    gbps: Annotated[float, Field(gt=0)] | None = None
+
+    @property
+    def outbox_bytes(self) -> int:
+        return int(self.outbox_gib * GIB)
+
+    @property
+    def inbox_bytes(self) -> int:
+        return int(self.inbox_gib * GIB)
+
+
+class GatewaySettings(_Strict):
+    """The front door. `port: 0` takes a free one and prints it."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8500
+    max_message_mib: PositiveInt = 64
+
+
+class AdmissionSettings(_Strict):
+    """Bounds of the gateway's queue. A request beyond them is rejected with a retry-after.
+
+    `max_prefills_per_worker`: prefills in flight on one worker before further ones wait at the gateway.
+    """
+
+    max_queued_requests: PositiveInt = 512
+    max_queued_tokens: PositiveInt = 2_000_000
+    max_prefills_per_worker: PositiveInt = 2
+    max_attempts: PositiveInt = 3
+    worker_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+
+
+class SloClass(_Strict):
+    """One service-level class: targets in milliseconds (absent = none) and default priority (higher goes first)."""
+
+    name: Annotated[str, Field(min_length=1)]
+    ttft_ms: Annotated[float, Field(gt=0)] | None = None
+    tpot_ms: Annotated[float, Field(gt=0)] | None = None
+    priority: int = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.ttft_ms is None else self.ttft_ms / 1e3
+
+    @property
+    def tpot_s(self) -> float | None:
+        return None if self.tpot_ms is None else self.tpot_ms / 1e3
+
+
+class RaySettings(_Strict):
+    """The local Ray that `disagg up` starts when no address is given. `startup_timeout_s` bounds placing and loading."""
+
+    num_cpus: PositiveInt | None = None
+    startup_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    gpus_per_host: PositiveInt | None = None  # for `disagg check` of a cluster that is not at hand
+    cores_per_host: PositiveInt | None = None
+    gpu: str | None = None  # device name of the hosts, for `disagg check`'s memory arithmetic
+
+
+class Topology(_Strict):
+    """One deployment. `name` is the Ray namespace part and the prefix of worker names."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "disagg"
+    model: str
+    mode: Literal["disagg", "colocated"] = "disagg"
+    engine: EngineSettings = Field(default_factory=EngineSettings)
+    pools: Pools
+    kv: KvSettings = Field(default_factory=KvSettings)
+    gateway: GatewaySettings = Field(default_factory=GatewaySettings)
+    admission: AdmissionSettings = Field(default_factory=AdmissionSettings)
+    slo_classes: tuple[SloClass, ...] = (SloClass(name="default"),)
+    ray: RaySettings = Field(default_factory=RaySettings)
+
+    @field_validator("slo_classes")
+    @classmethod
+    def _classes_are_distinct(cls, value: tuple[SloClass, ...]) -> tuple[SloClass, ...]:
+        names = [c.name for c in value]
+        if not names:
+            raise ValueError("at least one class is needed")
+        if len(set(names)) < len(names):
+            raise ValueError(f"two classes of one name in {names}")
+        return value
+
+    @model_validator(mode="after")
+    def _pools_fit_mode(self) -> Topology:
+        p = self.pools
+        if self.mode == "disagg" and (p.prefill is None or p.decode is None):
+            raise ValueError("mode disagg needs pools.prefill and pools.decode")
+        if self.mode == "colocated" and p.colocated is None and (p.prefill is None or p.decode is None):
+            raise ValueError("mode colocated needs pools.colocated, or pools.prefill and pools.decode to derive it from")
+        return self
+
+    def active_pools(self) -> dict[Role, PoolSettings]:
+        """The pools that this mode starts, in the order in which workers are placed."""
+        if self.mode == Mode.COLOCATED:
+            return {Role.COLOCATED: self._colocated_pool()}
+        assert self.pools.prefill is not None and self.pools.decode is not None
+        return {Role.PREFILL: self.pools.prefill, Role.DECODE: self.pools.decode}
+
+    def _colocated_pool(self) -> PoolSettings:
+        if self.pools.colocated is not None:
+            return self.pools.colocated
+        p, d = self.pools.prefill, self.pools.decode
+        assert p is not None and d is not None
+        return d.model_copy(update={"count": p.count + d.count})
+
+    def with_mode(self, mode: Mode) -> Topology:
+        """The same deployment in another mode: what the A/B compares."""
+        return self.model_validate({**self.model_dump(), "mode": mode.value})
+
+    def engine_args(self, role: Role) -> dict[str, Any]:
+        """vLLM arguments of one pool: the engine's, overridden by the pool's."""
+        return {**self.engine.args, **self.active_pools()[role].args}
+
+    def engine_env(self, role: Role) -> dict[str, str]:
+        """Environment of one pool's worker processes."""
+        return {**self.engine.env, **self.active_pools()[role].env}
+
+    def simulated(self, role: Role) -> SimulatedSettings:
+        """Simulated-engine settings of one pool."""
+        merged = {**self.engine.simulated.model_dump(), **self.active_pools()[role].simulated}
+        return _validated(SimulatedSettings, merged, f"pools.{role}.simulated")
+
+    def slo_class(self, name: str) -> SloClass | None:
+        """The class of that name, or None."""
+        return next((c for c in self.slo_classes if c.name == name), None)
+
+
+def load_topology(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Topology:
+    """Read a topology file. `overrides` maps dotted keys to values ("kv.carrier": "grpc"). Raises ConfigError."""
+    file = Path(path)
+    try:
+        raw = yaml.safe_load(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"topology file {file} does not exist", key=str(file), expected="a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not valid YAML: {error}", key=str(file), expected="a YAML mapping") from error
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}", key=str(file), expected="a readable file") from error
+    return parse_topology(raw, str(file), overrides)
+
+
+def parse_topology(raw: Any, source: str = "topology", overrides: Mapping[str, Any] | None = None) -> Topology:
+    """The Topology of a plain mapping. `source` names it in errors. Raises ConfigError."""
+    if not isinstance(raw, dict):
+        raise ConfigError(key=source, value=raw, expected="a mapping with at least `model` and `pools`")
+    for dotted, value in (overrides or {}).items():
+        raw = _with(raw, dotted.split("."), value)
+    topology = _validated(Topology, raw, source)
+    for role in topology.active_pools():
+        topology.simulated(role)
+    return topology
+
+
+def _with(tree: dict[str, Any], path: list[str], value: Any) -> dict[str, Any]:
+    head, *rest = path
+    if not rest:
+        return {**tree, head: value}
+    child = tree.get(head) or {}
+    return {**tree, head: _with(child, rest, value)}
+
+
+def _validated(model: type[ModelT], raw: Mapping[str, Any], source: str) -> ModelT:
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise _config_error(model, error, source) from None
+
+
+def _config_error(model: type[BaseModel], error: ValidationError, source: str) -> ConfigError:
+    """The first fault of a pydantic error as one ConfigError; further ones are counted."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"]) or "(top level)"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if first["type"] == "extra_forbidden":
+        known = _keys_at(model, first["loc"][:-1])
+        hint = nearest(str(first["loc"][-1]), known)
+        return ConfigError(f"{source}: unknown key {key!r}; {hint}{more}", key=key, value=first["input"], expected=hint)
+    if first["type"] == "missing":
+        return ConfigError(f"{source}: {key} is missing{more}", key=key, expected="a value")
+    expected = first["msg"].removeprefix("Value error, ")
+    message = f"{source}: {key}: {expected}, got {first['input']!r}{more}" if first["loc"] else f"{source}: {expected}{more}"
+    return ConfigError(message, key=key, value=first["input"], expected=expected)
+
+
+def _keys_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    """The known keys of the sub-model at a location of `model`."""
+    current: Any = model
+    for part in loc:
+        if isinstance(part, int) or not hasattr(current, "model_fields"):
+            continue
+        annotation = current.model_fields[part].annotation
+        options = [annotation, *getattr(annotation, "__args__", ())]
+        current = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), current)
+    return list(current.model_fields) if hasattr(current, "model_fields") else []

@@ -1,0 +1,228 @@
+"""The vocabulary of disagg: values that every layer shares. Standard library only, frozen, no behaviour beyond derived facts.
+
+Units: times are seconds (`_s`), sizes are bytes (`num_bytes`) or tokens (`_tokens`). Instants come from one monotonic clock
+per process (`time.monotonic()`); only durations may cross a wire.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Mode(StrEnum):
+    """How requests are routed. `disagg` picks from prefill x decode workers, `colocated` uses (w, w)."""
+
+    DISAGG = "disagg"
+    COLOCATED = "colocated"
+
+
+class Role(StrEnum):
+    """What a worker's pool is for. A colocated worker runs both phases."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    COLOCATED = "colocated"
+
+
+class Phase(StrEnum):
+    """Where a request is. The last four are ends: each request reaches exactly one of them, once."""
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    TRANSFERRING = "transferring"
+    WAITING = "waiting"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    REJECTED = "rejected"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class FinishReason(StrEnum):
+    """Why an answer is whole. `stop`: end-of-sequence, a stop token or a stop string; `length`: max_tokens reached."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling parameters of one request, with vLLM's names, meanings and neutral values.
+
+    `logprobs`: None for none, else the number of top alternatives wanted beside the sampled token's own.
+    `stop` strings are applied where text is made (the front door), never inside an engine.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as the serving layers see it: token ids in, token ids out.
+
+    `prior_output`: tokens that the client already has from an earlier attempt (empty at first). An engine continues
+    after prompt + prior_output, and counts them against `sampling.max_tokens` and `min_tokens`.
+    `arrival_s`: monotonic instant at the gateway. `deadline_s`: monotonic instant after which nobody wants the answer.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    slo_class: str = "default"
+    priority: int = 0
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+    prior_output: tuple[int, ...] = ()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the client's prompt, in tokens."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens that must be in the KV cache before the next one is sampled: prompt plus prior output."""
+        return len(self.prompt_token_ids) + len(self.prior_output)
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Output tokens that may still be produced."""
+        return self.sampling.max_tokens - len(self.prior_output)
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    """One alternative at a position: token id and natural-log probability."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One sampled token. `logprob` and `top` are filled only when the request asked for logprobs."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[TopLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one engine step gave one request: usually one token. `finish` is set on the last chunk only."""
+
+    tokens: tuple[Token, ...]
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The prefill leg's result: the first sampled token, and `finish` when that token already ends the request.
+
+    `cached_tokens`: prompt tokens that the prefill worker's prefix cache held.
+    """
+
+    first: Token
+    finish: FinishReason | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KvAddress:
+    """Where a worker's outbox can be read, one way per carrier, and which process life (epoch) owns it.
+
+    `host_id` is equal exactly for workers that can map each other's memory (same kernel boot and network namespace).
+    `endpoints` maps a carrier's name to its address string, for example {"grpc": "10.0.0.1:7001", "shm": "@disagg-..."}.
+    """
+
+    worker: str
+    epoch: str
+    host_id: str
+    endpoints: tuple[tuple[str, str], ...]
+
+    def endpoint(self, carrier: str) -> str | None:
+        """The address for `carrier`, or None when the worker does not offer it."""
+        return dict(self.endpoints).get(carrier)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One movement of a prompt's KV from a prefill worker's outbox to a decode worker's inbox.
+
+    `transfer_id` is random (128 bit, hex): peers meet on it, never on an engine's request id. `attempt` counts the request's
+    routes from 0. `source` names the outbox. `num_tokens` is the number of context tokens whose KV moves.
+    `token_hash` is `hash_tokens(context token ids)`; a reader refuses KV of other tokens.
+    """
+
+    transfer_id: str
+    attempt: int
+    source: KvAddress
+    num_tokens: int
+    token_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """A cheap snapshot of one worker, in tokens and seconds; it is what the pool's view is made of.
+
+    `step_s`: smoothed duration of the latest engine steps (0 when idle since the start).
+    `outbox_free_bytes`/`inbox_free_bytes`: room for new transfers. `preemptions`: count since the start.
+    """
+
+    epoch: str
+    waiting_requests: int = 0
+    waiting_tokens: int = 0
+    running_requests: int = 0
+    free_kv_tokens: int = 0
+    total_kv_tokens: int = 0
+    step_s: float = 0.0
+    outbox_free_bytes: int = 0
+    outbox_total_bytes: int = 0
+    inbox_free_bytes: int = 0
+    inbox_total_bytes: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the gateway must know of the served model to check a request before any worker sees it."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    kv_bytes_per_token: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A pair (prefill worker, decode worker) by name, and why it was picked. Equal names mean colocated."""
+
+    prefill: str
+    decode: str
+    reason: str
+
+    @property
+    def is_colocated(self) -> bool:
+        """True when one worker runs both phases and no KV moves."""
+        return self.prefill == self.decode
+
+
+def new_id() -> str:
+    """A random 128-bit identifier in hex: transfer ids, epochs and request ids."""
+    return secrets.token_hex(16)
