@@ -202,16 +202,18 @@ class Topology(_Strict):
 
     def active_pools(self) -> dict[Role, PoolSettings]:
         """The pools that this mode starts, in the order in which workers are placed."""
-        if self.mode == Mode.COLOCATED:
+        if Mode(self.mode) is Mode.COLOCATED:
             return {Role.COLOCATED: self._colocated_pool()}
-        assert self.pools.prefill is not None and self.pools.decode is not None
+        assert self.pools.prefill is not None
+        assert self.pools.decode is not None
         return {Role.PREFILL: self.pools.prefill, Role.DECODE: self.pools.decode}
 
     def _colocated_pool(self) -> PoolSettings:
         if self.pools.colocated is not None:
             return self.pools.colocated
         p, d = self.pools.prefill, self.pools.decode
-        assert p is not None and d is not None
+        assert p is not None
+        assert d is not None
         return d.model_copy(update={"count": p.count + d.count})
 
     def with_mode(self, mode: Mode) -> Topology:
