@@ -1,0 +1,56 @@
+# make demo   set up, then compare disaggregated with colocated serving on this machine   (result in out/demo)
+# make test   set up, then lint, type-check and run every test
+# make setup  only the set-up: a virtual environment in .venv, disagg in it, and a small model in the user's cache
+#
+# Variables: PYTHON=python3.12      the interpreter (3.11 or newer)
+#            EXTRA=cpu|gpu          which vLLM; without it: gpu where nvidia-smi works, else cpu
+#            TORCH_INDEX=URL        a further package index, where pip's own has no CPU build of PyTorch
+#            PIP_ARGS="..."         anything else for pip
+#            TOPOLOGY, WORKLOAD, OUT    what `make demo` compares, and where it writes
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types unit setup clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRA ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+MODEL := smollm2-135m
+TOPOLOGY ?= cluster/topologies/cpu-1p1d.yaml
+WORKLOAD ?= demo
+OUT ?= out/demo
+STAMP := $(VENV)/.complete-$(EXTRA)
+export EXTRA TORCH_INDEX PIP_ARGS
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
+
+# The stamp is the last thing that set-up writes; a virtual environment without it is made anew.
+$(STAMP): pyproject.toml scripts/setup.sh
+	@PYTHON="$(PYTHON)" scripts/setup.sh $(VENV) $(STAMP)
+
+setup: $(STAMP)
+	@echo "==> [4/4] model $(MODEL)"
+	$(BIN)/disagg model get $(MODEL)
+
+demo: setup
+	@echo "==> comparing disaggregated with colocated serving on this machine ($(TOPOLOGY), workload $(WORKLOAD))"
+	$(BIN)/disagg ab $(TOPOLOGY) --workload $(WORKLOAD) --out $(OUT)
+
+lint: $(STAMP)
+	@echo "==> ruff"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	echo "==> mypy"
+	$(BIN)/mypy
+
+# Quick and pure first, real engines last; the first failure ends it.
+test: setup lint
+	@echo "==> pytest"
+	$(BIN)/python -m pytest -x $(PYTEST_ARGS) $(wildcard tests/unit tests/contracts tests/flow tests/e2e)
+
+clean:
+	@echo "==> removing $(VENV), out and caches here (the model stays in the user's cache)"
+	rm -rf $(VENV) out build .mypy_cache .ruff_cache .pytest_cache *.egg-info
