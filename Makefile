@@ -1,5 +1,6 @@
 # make demo   set up, then compare disaggregated with colocated serving on this machine   (result in out/demo)
 # make test   set up, then lint, type-check and run every test
+# make proto  generate disagg/pb from proto/ again
 # make setup  only the set-up: a virtual environment in .venv, disagg in it, and a small model in the user's cache
 #
 # Variables: PYTHON=python3.12      the interpreter (3.11 or newer)
@@ -12,7 +13,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit setup clean
+.PHONY: help demo test lint types unit setup proto clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +26,7 @@ STAMP := $(VENV)/.complete-$(EXTRA)
 export EXTRA TORCH_INDEX PIP_ARGS
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
 
 # The stamp is the last thing that set-up writes; a virtual environment without it is made anew.
 $(STAMP): pyproject.toml scripts/setup.sh
@@ -50,6 +51,10 @@ lint: $(STAMP)
 test: setup lint
 	@echo "==> pytest"
 	$(BIN)/python -m pytest -x $(PYTEST_ARGS) $(wildcard tests/unit tests/contracts tests/flow tests/e2e)
+
+proto: $(STAMP)
+	@echo "==> generating disagg/pb"
+	$(BIN)/python scripts/gen_proto.py
 
 clean:
 	@echo "==> removing $(VENV), out and caches here (the model stays in the user's cache)"

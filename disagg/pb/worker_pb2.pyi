@@ -1,0 +1,253 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class AttachRequest(_message.Message):
+    __slots__ = ("gateway_id",)
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    gateway_id: str
+    def __init__(self, gateway_id: _Optional[str] = ...) -> None: ...
+
+class StepFrame(_message.Message):
+    __slots__ = ("hello", "state", "requests")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    state: State
+    requests: _containers.RepeatedCompositeFieldContainer[RequestStep]
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., requests: _Optional[_Iterable[_Union[RequestStep, _Mapping]]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("worker", "epoch", "host_id", "endpoints", "heartbeat_s")
+    class EndpointsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    epoch: str
+    host_id: str
+    endpoints: _containers.ScalarMap[str, str]
+    heartbeat_s: float
+    def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[str] = ..., host_id: _Optional[str] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., heartbeat_s: _Optional[float] = ...) -> None: ...
+
+class RequestStep(_message.Message):
+    __slots__ = ("request_key", "tokens", "finish", "error")
+    REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    request_key: str
+    tokens: _containers.RepeatedCompositeFieldContainer[StepToken]
+    finish: int
+    error: bytes
+    def __init__(self, request_key: _Optional[str] = ..., tokens: _Optional[_Iterable[_Union[StepToken, _Mapping]]] = ..., finish: _Optional[int] = ..., error: _Optional[bytes] = ...) -> None: ...
+
+class StepToken(_message.Message):
+    __slots__ = ("id", "logprob", "top")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    logprob: float
+    top: _containers.RepeatedCompositeFieldContainer[StepTopLogprob]
+    def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[StepTopLogprob, _Mapping]]] = ...) -> None: ...
+
+class StepTopLogprob(_message.Message):
+    __slots__ = ("id", "logprob")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    logprob: float
+    def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
+
+class State(_message.Message):
+    __slots__ = ("waiting_requests", "waiting_tokens", "running_requests", "free_kv_tokens", "total_kv_tokens", "step_s", "outbox_free_bytes", "outbox_total_bytes", "inbox_free_bytes", "inbox_total_bytes", "preemptions")
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FREE_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    OUTBOX_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OUTBOX_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INBOX_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INBOX_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    waiting_requests: int
+    waiting_tokens: int
+    running_requests: int
+    free_kv_tokens: int
+    total_kv_tokens: int
+    step_s: float
+    outbox_free_bytes: int
+    outbox_total_bytes: int
+    inbox_free_bytes: int
+    inbox_total_bytes: int
+    preemptions: int
+    def __init__(self, waiting_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., free_kv_tokens: _Optional[int] = ..., total_kv_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., outbox_free_bytes: _Optional[int] = ..., outbox_total_bytes: _Optional[int] = ..., inbox_free_bytes: _Optional[int] = ..., inbox_total_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+
+class RequestMessage(_message.Message):
+    __slots__ = ("request_id", "prompt_token_ids", "prior_output", "sampling", "slo_class", "priority")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PRIOR_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    prior_output: _containers.RepeatedScalarFieldContainer[int]
+    sampling: SamplingMessage
+    slo_class: str
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prior_output: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingMessage, _Mapping]] = ..., slo_class: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class SamplingMessage(_message.Message):
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "ignore_eos", "logprobs")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    logprobs: int
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ...) -> None: ...
+
+class TransferMessage(_message.Message):
+    __slots__ = ("transfer_id", "attempt", "source_worker", "source_epoch", "source_host_id", "source_endpoints", "num_tokens", "token_hash")
+    class SourceEndpointsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_HASH_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    attempt: int
+    source_worker: str
+    source_epoch: str
+    source_host_id: str
+    source_endpoints: _containers.ScalarMap[str, str]
+    num_tokens: int
+    token_hash: str
+    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., source_worker: _Optional[str] = ..., source_epoch: _Optional[str] = ..., source_host_id: _Optional[str] = ..., source_endpoints: _Optional[_Mapping[str, str]] = ..., num_tokens: _Optional[int] = ..., token_hash: _Optional[str] = ...) -> None: ...
+
+class PrefillCall(_message.Message):
+    __slots__ = ("gateway_id", "request", "transfer", "epoch")
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    gateway_id: str
+    request: RequestMessage
+    transfer: TransferMessage
+    epoch: str
+    def __init__(self, gateway_id: _Optional[str] = ..., request: _Optional[_Union[RequestMessage, _Mapping]] = ..., transfer: _Optional[_Union[TransferMessage, _Mapping]] = ..., epoch: _Optional[str] = ...) -> None: ...
+
+class PrefillReply(_message.Message):
+    __slots__ = ("first", "finish", "cached_tokens")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    first: StepToken
+    finish: int
+    cached_tokens: int
+    def __init__(self, first: _Optional[_Union[StepToken, _Mapping]] = ..., finish: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class FetchCall(_message.Message):
+    __slots__ = ("gateway_id", "transfer", "epoch")
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    gateway_id: str
+    transfer: TransferMessage
+    epoch: str
+    def __init__(self, gateway_id: _Optional[str] = ..., transfer: _Optional[_Union[TransferMessage, _Mapping]] = ..., epoch: _Optional[str] = ...) -> None: ...
+
+class FetchReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StartCall(_message.Message):
+    __slots__ = ("gateway_id", "request_key", "request", "transfer", "prefilled", "epoch")
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    gateway_id: str
+    request_key: str
+    request: RequestMessage
+    transfer: TransferMessage
+    prefilled: PrefillReply
+    epoch: str
+    def __init__(self, gateway_id: _Optional[str] = ..., request_key: _Optional[str] = ..., request: _Optional[_Union[RequestMessage, _Mapping]] = ..., transfer: _Optional[_Union[TransferMessage, _Mapping]] = ..., prefilled: _Optional[_Union[PrefillReply, _Mapping]] = ..., epoch: _Optional[str] = ...) -> None: ...
+
+class StartReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CancelCall(_message.Message):
+    __slots__ = ("gateway_id", "request_key")
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
+    gateway_id: str
+    request_key: str
+    def __init__(self, gateway_id: _Optional[str] = ..., request_key: _Optional[str] = ...) -> None: ...
+
+class CancelReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseCall(_message.Message):
+    __slots__ = ("gateway_id", "transfer")
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    gateway_id: str
+    transfer: TransferMessage
+    def __init__(self, gateway_id: _Optional[str] = ..., transfer: _Optional[_Union[TransferMessage, _Mapping]] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
