@@ -231,7 +231,7 @@ class Topology(_Strict):
     def simulated(self, role: Role) -> SimulatedSettings:
         """Simulated-engine settings of one pool."""
         merged = {**self.engine.simulated.model_dump(), **self.active_pools()[role].simulated}
-        return _validated(SimulatedSettings, merged, f"pools.{role}.simulated")
+        return validated(SimulatedSettings, merged, f"pools.{role}.simulated")
 
     def slo_class(self, name: str) -> SloClass | None:
         """The class of that name, or None."""
@@ -258,7 +258,7 @@ def parse_topology(raw: Any, source: str = "topology", overrides: Mapping[str, A
         raise ConfigError(key=source, value=raw, expected="a mapping with at least `model` and `pools`")
     for dotted, value in (overrides or {}).items():
         raw = _with(raw, dotted.split("."), value)
-    topology = _validated(Topology, raw, source)
+    topology = validated(Topology, raw, source)
     for role in topology.active_pools():
         topology.simulated(role)
     return topology
@@ -272,7 +272,8 @@ def _with(tree: dict[str, Any], path: list[str], value: Any) -> dict[str, Any]:
     return {**tree, head: _with(child, rest, value)}
 
 
-def _validated(model: type[ModelT], raw: Mapping[str, Any], source: str) -> ModelT:
+def validated(model: type[ModelT], raw: Mapping[str, Any], source: str) -> ModelT:
+    """`raw` as a `model`; the first fault is a ConfigError that names `source`, the dotted key and what would be right."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:

@@ -1,0 +1,1 @@
+"""Workloads and measurements. Not part of the library; nothing in disagg imports it."""
