@@ -40,6 +40,7 @@ else
     "$python" -m venv "$venv" || fail "'$python -m venv' does not work; on Debian and Ubuntu install python3-venv"
 fi
 touch "$venv/.unfinished"
+rm -f "$venv"/.complete-*
 
 say "[2/4] installing disagg[$extra,dev] (about 1 GB, two to ten minutes; all of pip's output is in $log)"
 index=()

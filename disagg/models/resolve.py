@@ -27,7 +27,7 @@ def resolve_model(ref: str, base_dir: Path, *, check_hub: bool = True) -> Path |
         return model_path(ref)
     written = Path(ref).expanduser()
     for path in (base_dir / written, written):
-        if path.exists():
+        if ref and path.exists():
             return _checked_folder(ref, path.absolute())
     if ref.startswith(("/", "./", "../", "~")):
         raise _error(ref, f"{base_dir / written} does not exist", "a folder with config.json and *.safetensors")
