@@ -18,6 +18,18 @@ from disagg.kv.layout import KvLayout
 from disagg.types import Chunk, EngineState, KvAddress, Prefilled, Request, Transfer
 
 
+class Chunks(Protocol):
+    """The tokens of one request as they come; an async generator of chunks is one. Use it in `contextlib.aclosing`."""
+
+    def __aiter__(self) -> AsyncIterator[Chunk]: ...
+
+    async def __anext__(self) -> Chunk: ...
+
+    async def aclose(self) -> None:
+        """Cancel what is still running and free it. Idempotent."""
+        ...
+
+
 class Engine(Protocol):
     """One model on one set of devices. Created by an async `start` function of its module, ended by `close`.
 
@@ -35,6 +47,10 @@ class Engine(Protocol):
         """False once the engine cannot serve again."""
         ...
 
+    async def wait_dead(self) -> None:
+        """Returns once `is_alive` is False; for ever pending on a healthy engine."""
+        ...
+
     async def prefill(self, request: Request, entry: OutboxEntry) -> Prefilled:
         """Run the context (prompt + prior output), stage its KV into `entry` chunk by chunk, return the next token.
 
@@ -43,7 +59,7 @@ class Engine(Protocol):
         """
         ...
 
-    def decode(self, request: Request, prefilled: Prefilled, entry: InboxEntry) -> AsyncIterator[Chunk]:
+    def decode(self, request: Request, prefilled: Prefilled, entry: InboxEntry) -> Chunks:
         """Continue after context + `prefilled.first`. The KV of the context lies whole in `entry`.
 
         Yields the tokens after the first one. Calls `entry.end_read()` once the engine will never read it again
@@ -51,7 +67,7 @@ class Engine(Protocol):
         """
         ...
 
-    def generate(self, request: Request) -> AsyncIterator[Chunk]:
+    def generate(self, request: Request) -> Chunks:
         """Colocated: run the context and decode, all on this engine."""
         ...
 
@@ -81,11 +97,11 @@ class Worker(Protocol):
         """
         ...
 
-    def decode(self, request: Request, prefilled: Prefilled, transfer: Transfer) -> AsyncIterator[Chunk]:
+    def decode(self, request: Request, prefilled: Prefilled, transfer: Transfer) -> Chunks:
         """Await the fetch of `transfer`, then continue after the first token. Closing the iterator cancels and frees."""
         ...
 
-    def generate(self, request: Request) -> AsyncIterator[Chunk]:
+    def generate(self, request: Request) -> Chunks:
         """Colocated serving. Closing the iterator cancels and frees."""
         ...
 

@@ -33,6 +33,8 @@ RANKS: tuple[tuple[str, int], ...] = (
     ("disagg.sim*", 4),
     ("disagg.serving.worker_rpc*", 5),
     ("disagg.serving.coordinator*", 5),
+    ("disagg.serving.pool*", 5),
+    ("disagg.serving.start*", 5),
     ("disagg.serving*", 4),
     ("disagg.plan*", 5),
     ("disagg.front*", 6),
