@@ -158,13 +158,20 @@ class SloClass(_Strict):
 
 
 class RaySettings(_Strict):
-    """The local Ray that `disagg up` starts when no address is given. `startup_timeout_s` bounds placing and loading."""
+    """The local Ray that `disagg up` starts when no address is given, and the hosts that `disagg check` assumes.
+
+    `num_cpus`: cores that a local Ray may hand out; default: this machine's, or as many as simulated workers ask for.
+    `startup_timeout_s` bounds placing and loading. `hosts`, `cores_per_host`, `gpus_per_host`, `ram_gib_per_host` and `gpu` (a
+    device name) describe a cluster that is not at hand, for `disagg check` only.
+    """
 
     num_cpus: PositiveInt | None = None
     startup_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    gpus_per_host: PositiveInt | None = None  # for `disagg check` of a cluster that is not at hand
+    hosts: PositiveInt = 1
     cores_per_host: PositiveInt | None = None
-    gpu: str | None = None  # device name of the hosts, for `disagg check`'s memory arithmetic
+    gpus_per_host: PositiveInt | None = None
+    ram_gib_per_host: Annotated[float, Field(gt=0)] | None = None
+    gpu: str | None = None
 
 
 class Topology(_Strict):

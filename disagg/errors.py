@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 
@@ -42,6 +42,10 @@ class DisaggError(Exception):
     def details(self) -> dict[str, Any]:
         """The fields beside the message, JSON-serialisable; they are the constructor's other arguments."""
         return {}
+
+    def __reduce__(self) -> tuple[Callable[[bytes], DisaggError], tuple[bytes]]:
+        """Cross a process boundary as the wire form: the default would lose keyword-only arguments."""
+        return from_wire, (to_wire(self),)
 
 
 class InvalidRequestError(DisaggError):
