@@ -1,0 +1,222 @@
+"""Which worker goes on which host, decided before anything starts. Pure: no Ray, no I/O.
+
+A tensor-parallel worker is one bundle (so it never spans hosts) with as many GPUs as its degree. Workers are placed in groups: a
+group is prefill workers and the decode workers that they feed most, kept on one host where KV can move by shared memory.
+
+`place` is first-fit over groups, then first-fit-decreasing over single workers. For workers whose sizes divide one another (GPU
+counts of 1, 2, 4, 8; equal cores) the latter finds room whenever there is room; so a refusal here is a real one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from disagg.config import PoolSettings, Topology
+from disagg.errors import ConfigError, PlacementError
+from disagg.types import Role
+
+Resources = tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One worker to place. `resources`: further named Ray resources. `binds`: its engine is bound to its cores."""
+
+    name: str
+    role: Role
+    cores: int
+    gpus: int = 0
+    resources: Resources = ()
+    binds: bool = False
+
+    @property
+    def demand(self) -> dict[str, float]:
+        """Ray resources of its bundle, by Ray's names."""
+        gpus = {"GPU": float(self.gpus)} if self.gpus else {}
+        return {"CPU": float(self.cores), **gpus, **dict(self.resources)}
+
+    @property
+    def asks(self) -> str:
+        """`1 GPU, 8 cores` for people."""
+        further = [f"{value:g} {name}" for name, value in self.resources]
+        return ", ".join([*([_plural(self.gpus, "GPU")] if self.gpus else []), _plural(self.cores, "core"), *further])
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One machine of the cluster and what is free on it, by Ray's resource names."""
+
+    name: str
+    free: tuple[tuple[str, float], ...]
+
+    def amount(self, resource: str) -> float:
+        """What is free of a resource; 0 when the host does not have it."""
+        return dict(self.free).get(resource, 0.0)
+
+    def fits(self, demand: dict[str, float]) -> bool:
+        """Whether `demand` is free here."""
+        return all(self.amount(name) + 1e-9 >= value for name, value in demand.items())
+
+    def less(self, demand: dict[str, float]) -> Host:
+        """This host once `demand` is taken."""
+        return replace(self, free=tuple((name, value - demand.get(name, 0.0)) for name, value in self.free))
+
+    def describe(self, resources: Sequence[str]) -> str:
+        """`host 10.0.0.1: 8 GPUs, 64 cores` for people."""
+        parts = [_amount(self.amount(name), name) for name in resources]
+        return f"host {self.name}: {', '.join(parts)} free"
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A worker on a host. `core_slots`: positions in the host's sorted list of usable cores; None when not bound."""
+
+    spec: WorkerSpec
+    host: str
+    core_slots: tuple[int, ...] | None
+
+
+def worker_specs(topology: Topology) -> tuple[WorkerSpec, ...]:
+    """The workers of a topology, pool by pool, named ROLE-INDEX. Raises ConfigError where GPUs and parallel degree differ."""
+    specs: list[WorkerSpec] = []
+    for role, pool in topology.active_pools().items():
+        _check_gpus(topology, role, pool)
+        binds = pool.bind_cores and pool.gpus == 0 and topology.engine.kind == "vllm"
+        resources = tuple(sorted(pool.resources.items()))
+        specs += [WorkerSpec(f"{role}-{index}", role, pool.cores, pool.gpus, resources, binds) for index in range(pool.count)]
+    return tuple(specs)
+
+
+def _check_gpus(topology: Topology, role: Role, pool: PoolSettings) -> None:
+    key = f"pools.{role}.gpus"
+    if topology.engine.kind == "simulated":
+        if pool.gpus:
+            raise ConfigError(key=key, value=pool.gpus, expected="0: a simulated engine uses no GPU (its device is engine.simulated.gpu)")
+        return
+    args = topology.engine_args(role)
+    degree = 1
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        value = args.get(name, 1)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(key=f"pools.{role}.args.{name}", value=value, expected="a whole number of at least 1")
+        degree *= value
+    if pool.gpus not in (0, degree):
+        raise ConfigError(
+            f"{key}: got {pool.gpus}, but tensor_parallel_size makes {_plural(degree, 'rank')}; expected gpus: {degree}, "
+            f"or tensor_parallel_size: {pool.gpus}",
+            key=key,
+            value=pool.gpus,
+            expected=str(degree),
+        )
+
+
+def groups(topology: Topology, specs: Sequence[WorkerSpec]) -> tuple[tuple[WorkerSpec, ...], ...]:
+    """Workers that had better share a host: each prefill worker with its share of the decode workers, or the other way round.
+
+    Singletons where KV does not move by shared memory (carrier grpc, mode colocated).
+    """
+    prefill = [spec for spec in specs if spec.role is Role.PREFILL]
+    decode = [spec for spec in specs if spec.role is Role.DECODE]
+    if topology.kv.carrier == "grpc" or not prefill or not decode:
+        return tuple((spec,) for spec in specs)
+    count = min(len(prefill), len(decode))
+    members: list[list[WorkerSpec]] = [[] for _ in range(count)]
+    for pool in (prefill, decode):
+        for index, spec in enumerate(pool):
+            members[index * count // len(pool)].append(spec)
+    return tuple(tuple(group) for group in members)
+
+
+def place(topology: Topology, hosts: Sequence[Host], *, what: str = "the cluster") -> tuple[Placed, ...]:
+    """Every worker on a host, in the order of `worker_specs`. Raises PlacementError: what is asked, what there is, what is short."""
+    specs = worker_specs(topology)
+    assigned = _by_group(topology, specs, hosts) or (None if topology.kv.carrier == "shm" else _by_size(specs, hosts))
+    if assigned is None:
+        raise _no_room(specs, hosts, what, together=topology.kv.carrier == "shm" and _by_size(specs, hosts) is not None)
+    return with_cores(specs, assigned)
+
+
+def with_cores(specs: Sequence[WorkerSpec], host_of: dict[str, str]) -> tuple[Placed, ...]:
+    """Give bound workers consecutive core slots of their host, from 0, in order."""
+    used: Counter[str] = Counter()
+    placed = []
+    for spec in specs:
+        host = host_of[spec.name]
+        first = used[host]
+        if spec.binds:
+            used[host] += spec.cores
+        placed.append(Placed(spec, host, tuple(range(first, first + spec.cores)) if spec.binds else None))
+    return tuple(placed)
+
+
+def _by_group(topology: Topology, specs: Sequence[WorkerSpec], hosts: Sequence[Host]) -> dict[str, str] | None:
+    left = list(hosts)
+    host_of: dict[str, str] = {}
+    strict = topology.kv.carrier == "shm"
+    for group in groups(topology, specs):
+        whole = _sum(group)
+        parts = [(group, whole)] if strict or _first(left, whole) is not None else [((spec,), spec.demand) for spec in group]
+        for members, need in parts:
+            index = _roomiest(left, need) if topology.kv.carrier == "grpc" else _first(left, need)
+            if index is None:
+                return None
+            left[index] = left[index].less(need)
+            host_of |= {spec.name: left[index].name for spec in members}
+    return host_of
+
+
+def _by_size(specs: Sequence[WorkerSpec], hosts: Sequence[Host]) -> dict[str, str] | None:
+    left = list(hosts)
+    host_of: dict[str, str] = {}
+    for spec in sorted(specs, key=lambda s: (-s.gpus, -len(s.resources), -s.cores)):
+        index = _first(left, spec.demand)
+        if index is None:
+            return None
+        left[index] = left[index].less(spec.demand)
+        host_of[spec.name] = left[index].name
+    return host_of
+
+
+def _first(hosts: Sequence[Host], demand: dict[str, float]) -> int | None:
+    return next((index for index, host in enumerate(hosts) if host.fits(demand)), None)
+
+
+def _roomiest(hosts: Sequence[Host], demand: dict[str, float]) -> int | None:
+    fitting = [index for index, host in enumerate(hosts) if host.fits(demand)]
+    return max(fitting, key=lambda index: (hosts[index].amount("GPU"), hosts[index].amount("CPU"), -index), default=None)
+
+
+def _sum(specs: Sequence[WorkerSpec]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for spec in specs:
+        for name, value in spec.demand.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def _no_room(specs: Sequence[WorkerSpec], hosts: Sequence[Host], what: str, *, together: bool) -> PlacementError:
+    asked = ", ".join(f"{count} x {role} ({asks})" for (role, asks), count in Counter((s.role.value, s.asks) for s in specs).items())
+    total = _sum(specs)
+    names = sorted(total, key=lambda name: (name != "GPU", name != "CPU", name))
+    there = "; ".join(host.describe(names) for host in hosts[:8]) or "no live host"
+    more = f"; and {len(hosts) - 8} more hosts" if len(hosts) > 8 else ""
+    short = [_amount(total[name] - have, name) for name in names if total[name] > (have := sum(h.amount(name) for h in hosts)) + 1e-9]
+    if short:
+        why = f"short of {', '.join(short)}"
+    elif together:
+        why = "no host has room for a prefill worker and its decode workers together, which carrier shm needs (kv.carrier: auto does not)"
+    else:
+        why = "enough in sum, but no single host has what one worker needs" if len(hosts) > 1 else "no room for all of them"
+    return PlacementError(
+        f"pools: asks {asked}; {what} has {there}{more}: {why}", key="pools", value=asked, expected="fewer or smaller workers"
+    )
+
+
+def _plural(count: float, word: str) -> str:
+    return f"{count:g} {word}" if count == 1 else f"{count:g} {word}s"
+
+
+def _amount(value: float, resource: str) -> str:
+    return _plural(value, {"CPU": "core", "GPU": "GPU"}[resource]) if resource in ("CPU", "GPU") else f"{value:g} {resource}"
