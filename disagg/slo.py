@@ -13,6 +13,7 @@ Instants are seconds on one clock (`token_s`: when each output token was receive
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ def ttft_s(sent_s: float, token_s: Sequence[float]) -> float | None:
 
 def itl_s(token_s: Sequence[float]) -> tuple[float, ...]:
     """The gaps between consecutive tokens. Tokens that arrive in one message have a gap of 0."""
-    return tuple(later - earlier for earlier, later in zip(token_s, token_s[1:], strict=False))
+    return tuple(later - earlier for earlier, later in itertools.pairwise(token_s))
 
 
 def tpot_s(token_s: Sequence[float]) -> float | None:
@@ -66,7 +67,7 @@ def little(arrivals_per_s: float, mean_in_system_s: float) -> float:
 
 
 def percentile(samples: Sequence[float], percent: float) -> float | None:
-    """The `percent`-th percentile (0 < percent < 100) by linear interpolation between order statistics (Hyndman-Fan type 7, numpy's default).
+    """The `percent`-th percentile, by linear interpolation between order statistics (Hyndman-Fan type 7, numpy's default).
 
     None when fewer than 100 / (100 - percent) samples are there, that is when less than one of them is expected beyond the percentile:
     p50 needs 2, p90 10, p95 20, p99 100, p99.9 1,000. A tail read off fewer samples is their maximum under another name.

@@ -164,12 +164,11 @@ class PlannedRequest:
 
     def prompt_ids(self, vocab_size: int) -> tuple[int, ...]:
         """Its token ids, uniform over the vocabulary's upper part: the first ids are control tokens in most vocabularies."""
-        lowest = min(256, vocab_size // 2)
+        ids = range(min(256, vocab_size // 2), vocab_size)
         shared = min(self.shared_prefix_tokens, self.input_tokens)
         prefix = random.Random(f"{self.seed}/{self.round}/{self.stream}/prefix")
         own = random.Random(f"{self.seed}/{self.round}/{self.stream}/{self.index}")
-        ids = [prefix.randrange(lowest, vocab_size) for _ in range(shared)]
-        return (*ids, *(own.randrange(lowest, vocab_size) for _ in range(self.input_tokens - shared)))
+        return (*prefix.choices(ids, k=shared), *own.choices(ids, k=self.input_tokens - shared))
 
 
 def plan_round(workload: Workload, classes: Sequence[SloClass], seed: int, round_: int) -> tuple[PlannedRequest, ...]:
@@ -177,7 +176,7 @@ def plan_round(workload: Workload, classes: Sequence[SloClass], seed: int, round
     drawn = [r for s in workload.streams for r in _stream_requests(workload, s, classes, seed, round_)]
     if not drawn:
         raise ConfigError(
-            f"duration_s: the workload {workload.name} sends no request in round {round_ + 1} (seed {seed}); a longer duration or a higher rate would",
+            f"duration_s: {workload.name} sends no request in round {round_ + 1} (seed {seed}); it needs a longer duration or a higher rate",
             key="duration_s",
             value=workload.duration_s,
         )
@@ -185,9 +184,10 @@ def plan_round(workload: Workload, classes: Sequence[SloClass], seed: int, round
 
 
 def plan_warm_up(workload: Workload, classes: Sequence[SloClass], seed: int, copies: int) -> tuple[PlannedRequest, ...]:
-    """Short rehearsal: the shortest, the median and the longest request of each stream's first round, `copies` of each, one kind after another.
+    """Short rehearsal: the shortest, the median and the longest request of each stream's first round, `copies` of each.
 
-    `copies` should be the number of workers of a pool, so that each sees each length. Prompts differ from those of every round.
+    Requests of one kind share a due time; kinds go one after another. `copies` should be the number of workers of a pool, so that each
+    sees each length. Prompts differ from those of every round.
     """
     chosen: list[PlannedRequest] = []
     for stream in workload.streams:

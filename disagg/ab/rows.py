@@ -1,0 +1,143 @@
+"""requests.jsonl: one row a request, appended as requests end, so that a killed run keeps what it measured.
+
+Instants in a row are seconds since its round began, rounded to a microsecond when the row is made: every figure of result.json
+can be computed again from the file, digit for digit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import IO, Any, Literal, get_args
+
+from disagg import slo
+from disagg.errors import ConfigError, DisaggError
+
+Outcome = Literal["completed", "rejected", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What became of one request.
+
+    `round` counts from 1. `due_s`: when the workload wanted it sent; `sent_s`: when it was. `token_s`: when each output token was
+    received. `end_s`: when its stream ended, however it did. `prompt_digest`: a hash of the prompt's token ids, equal in both arms.
+    `outcome`: completed = the whole answer came; rejected = admission refused it; failed = anything else, with `error` the type and
+    `message` its sentence. Worker names, attempts and the gateway's own durations (`queue_s` ...) are there for whole answers only.
+    """
+
+    arm: str
+    round: int
+    index: int
+    stream: str
+    slo_class: str
+    input_tokens: int
+    max_output_tokens: int
+    prompt_digest: str
+    due_s: float
+    sent_s: float
+    end_s: float
+    token_s: tuple[float, ...]
+    outcome: Outcome
+    error: str | None = None
+    message: str | None = None
+    prefill_worker: str | None = None
+    decode_worker: str | None = None
+    attempts: int | None = None
+    cached_tokens: int | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    transfer_s: float | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """It ended with a complete answer; only then do its latencies count."""
+        return self.outcome == "completed"
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens received."""
+        return len(self.token_s)
+
+    @property
+    def send_late_s(self) -> float:
+        """How much later than due it was sent. The sender never skips a request; a late one is sent late."""
+        return max(0.0, self.sent_s - self.due_s)
+
+    @property
+    def ttft_s(self) -> float | None:
+        return slo.ttft_s(self.sent_s, self.token_s)
+
+    @property
+    def tpot_s(self) -> float | None:
+        return slo.tpot_s(self.token_s)
+
+    @property
+    def itl_s(self) -> tuple[float, ...]:
+        return slo.itl_s(self.token_s)
+
+    @property
+    def e2e_s(self) -> float | None:
+        return slo.e2e_s(self.sent_s, self.token_s)
+
+
+class RowFile:
+    """An open requests.jsonl. Each row is handed to the kernel before `append` returns; close it, or use it in a `with`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file: IO[str] = path.open("x", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}", key="out", value=str(path), expected="a folder that can be written") from error
+
+    def append(self, row: Row) -> None:
+        """Write one row. Raises DisaggError when the file cannot take it (a full disk)."""
+        try:
+            self._file.write(json.dumps(asdict(row), separators=(",", ":")) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise DisaggError(f"cannot write {self._path}: {error.strerror}; the rows before this one are kept") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> RowFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a requests.jsonl. A cut last line, as a killed run leaves it, is ignored; any other fault is a ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}", key=str(path), expected="a readable requests.jsonl") from error
+    rows = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            rows.append(_row(json.loads(line)))
+        except (ValueError, TypeError, KeyError) as error:
+            expected = "one JSON object a line, as disagg wrote it"
+            raise ConfigError(f"{path}: line {number}: {error}", key=f"line {number}", value=line, expected=expected) from error
+    return rows
+
+
+def _row(raw: dict[str, Any]) -> Row:
+    if unknown := raw.keys() - {f.name for f in fields(Row)}:
+        raise ValueError(f"unknown column {min(unknown)!r}")
+    if raw["outcome"] not in get_args(Outcome):
+        raise ValueError(f"outcome: got {raw['outcome']!r}, expected one of {', '.join(get_args(Outcome))}")
+    return Row(**{**raw, "token_s": tuple(float(t) for t in raw["token_s"])})
+
+
+def span_s(rows: Iterable[Row]) -> float:
+    """Measured time of one arm: the sum over its rounds of (last end - first send)."""
+    rounds: dict[int, list[Row]] = {}
+    for row in rows:
+        rounds.setdefault(row.round, []).append(row)
+    return sum(max(r.end_s for r in rows_) - min(r.sent_s for r in rows_) for rows_ in rounds.values())
