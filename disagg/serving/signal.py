@@ -1,0 +1,21 @@
+"""An event that happens again and again: something changed, look again."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Signal:
+    """Take `next()` *before* looking at the state, then wait on it: no change between the look and the wait is missed."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def next(self) -> asyncio.Event:
+        """The event of the next firing."""
+        return self._event
+
+    def fire(self) -> None:
+        """Wake all who wait for the next change."""
+        self._event.set()
+        self._event = asyncio.Event()
