@@ -34,12 +34,13 @@ class SimulatedSettings(_Strict):
     """Timing of `engine.kind: simulated`: a model's shape on a device, by the roofline, times a clock speed.
 
     `speed`: simulated seconds per real second (10 = ten times faster than the device; 0 = no waiting at all).
-    `kv_bytes_per_token`: real bytes that stand for one token's KV in boxes and on the wire.
+    `kv_bytes_per_token`: real bytes that stand for one token's KV in boxes and on the wire; a multiple of `tp`.
+    `eos_mean_tokens`: the end-of-sequence token comes up once in so many tokens.
     """
 
     gpu: str = "h100"
     shape: str = "llama-3.1-70b"
-    tp: PositiveInt = 1
+    tp: PositiveInt = 4
     dtype: Literal["bf16", "fp8"] = "bf16"
     speed: Annotated[float, Field(ge=0)] = 1.0
     kv_bytes_per_token: PositiveInt = 64
@@ -48,6 +49,9 @@ class SimulatedSettings(_Strict):
     max_num_seqs: PositiveInt = 256
     max_model_len: PositiveInt = 32768
     kv_cache_tokens: PositiveInt | None = None  # None: what the device's memory holds
+    vocab_size: Annotated[int, Field(ge=4)] = 32_000
+    eos_token_id: Annotated[int, Field(ge=0)] = 2
+    eos_mean_tokens: PositiveInt = 512
 
 
 class EngineSettings(_Strict):
