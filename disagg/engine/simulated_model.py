@@ -1,0 +1,191 @@
+"""The simulated engine's model: KV bytes from tokens, and the next token from all KV bytes. Pure.
+
+    running state of token i   = sum over j <= i of mix(token j, j), plus a constant of the model       (64 bit, wraps)
+    KV bytes of token i        = mix(running state, lane) for each 8-byte lane, cut to `kv_bytes_per_token`
+    next token                 = draw from xxh3_64 over the KV bytes of all tokens in order
+
+So the KV of a token depends on all tokens before it, as attention's does, and one lost, stale, swapped or flipped byte of KV changes
+every later token. Greedy and unseeded sampling draw alike; a seed with temperature > 0 draws differently. Penalties, top_k, top_p and
+min_p have no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from disagg.config import SimulatedSettings
+from disagg.types import FinishReason, Sampling, Token, TopLogprob
+
+Rows = NDArray[np.uint8]  # [tokens, kv_bytes_per_token]
+States = NDArray[np.uint64]  # [tokens]
+
+_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_REDRAWS: Final = 64
+
+
+class KvState:
+    """The KV of one sequence, as a digest of all its bytes: what the next token is drawn from.
+
+    `running` is the running state after `num_tokens` tokens. The bytes themselves are made by `SimulatedModel.rows` and not kept.
+    """
+
+    __slots__ = ("_hash", "num_tokens", "running")
+
+    def __init__(self, running: int) -> None:
+        self.num_tokens = 0
+        self.running = running
+        self._hash = xxhash.xxh3_64()
+
+    def append(self, kv: memoryview, num_tokens: int, running: int) -> None:
+        """Take the contiguous KV bytes of the next `num_tokens` tokens; `running` is the state after them."""
+        self._hash.update(kv)
+        self.num_tokens += num_tokens
+        self.running = running
+
+    @property
+    def digest(self) -> int:
+        """xxh3_64 of all KV bytes so far, in token order."""
+        return self._hash.intdigest()
+
+
+class SimulatedModel:
+    """The pure functions of one SimulatedSettings; stateless, so that one object serves all sequences of an engine."""
+
+    def __init__(self, settings: SimulatedSettings) -> None:
+        self.settings = settings
+        num_lanes = -(-settings.kv_bytes_per_token // 8)
+        self._lanes: States = _mix(np.arange(1, num_lanes + 1, dtype=np.uint64)) | np.uint64(1)
+        self._origin = xxhash.xxh3_64_intdigest(settings.shape.encode())
+
+    def new_state(self) -> KvState:
+        """The state before any token."""
+        return KvState(self._origin)
+
+    def running_states(self, token_ids: Sequence[int], start: int, running: int) -> States:
+        """Running states [tokens] of tokens at positions start, start + 1, ... after state `running`."""
+        ids = np.asarray(token_ids, dtype=np.uint64)
+        positions = np.arange(start, start + len(ids), dtype=np.uint64)
+        return np.cumsum(_terms(ids, positions), dtype=np.uint64) + np.uint64(running)
+
+    def next_running(self, token_ids: Sequence[int], positions: Sequence[int], running: Sequence[int]) -> States:
+        """Running states [sequences] after one more token of each of several sequences."""
+        ids, at = np.asarray(token_ids, dtype=np.uint64), np.asarray(positions, dtype=np.uint64)
+        return _terms(ids, at) + np.asarray(running, dtype=np.uint64)
+
+    def rows(self, states: States) -> Rows:
+        """KV bytes [tokens, kv_bytes_per_token] of tokens with these running states, contiguous."""
+        lanes = _mix(states[:, None] * self._lanes[None, :])
+        rows = lanes.view(np.uint8).reshape(len(states), -1)
+        return np.ascontiguousarray(rows[:, : self.settings.kv_bytes_per_token])
+
+    def extend(self, state: KvState, token_ids: Sequence[int]) -> Rows:
+        """Append `token_ids` to `state`; returns their KV bytes."""
+        states = self.running_states(token_ids, state.num_tokens, state.running)
+        rows = self.rows(states)
+        state.append(rows.data, len(states), int(states[-1]) if len(states) else state.running)
+        return rows
+
+    def draw(self, digest: int, sampling: Sampling, num_output: int) -> Token:
+        """The next token after KV of `digest`, as output number `num_output` (0 is the first).
+
+        The end-of-sequence token comes up once in `eos_mean_tokens` draws; it and stop tokens are masked while there are fewer than
+        `min_tokens` output tokens, so that an answer has more than `min_tokens` when it stops by itself.
+        """
+        seeded = sampling.temperature > 0 and sampling.seed is not None
+        x = digest ^ (_mix_int((sampling.seed or 0) & _MASK) if seeded else 0)
+        masked = self._masked(sampling) if num_output < sampling.min_tokens else frozenset()
+        for _ in range(_REDRAWS):
+            x = _mix_int(x)
+            token_id = self._token_of(x)
+            if token_id not in masked:
+                break
+        else:
+            token_id = next((t for t in range(self.settings.vocab_size) if t not in masked), token_id)
+        return self._with_logprobs(token_id, x, sampling.logprobs)
+
+    def finish_reason(self, token_id: int, sampling: Sampling, num_output: int) -> FinishReason | None:
+        """Whether `token_id`, the `num_output`-th output token (1 is the first), ends the answer. Same order as vLLM's check."""
+        if (token_id == self.settings.eos_token_id and not sampling.ignore_eos) or token_id in sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_output >= sampling.max_tokens else None
+
+    def _masked(self, sampling: Sampling) -> frozenset[int]:
+        eos = () if sampling.ignore_eos else (self.settings.eos_token_id,)
+        return frozenset((*sampling.stop_token_ids, *eos))
+
+    def _token_of(self, x: int) -> int:
+        eos = self.settings.eos_token_id
+        if (x >> 40) % self.settings.eos_mean_tokens == 0:
+            return eos
+        token_id = (x & 0xFFFFFFFFFF) % (self.settings.vocab_size - 1)
+        return token_id + (token_id >= eos)
+
+    def _with_logprobs(self, token_id: int, x: int, num_top: int | None) -> Token:
+        """`token_id` with the logprobs asked for: it takes 30 to 95 % of the mass, each further alternative half of the rest."""
+        if num_top is None:
+            return Token(token_id)
+        share = 0.30 + 0.65 * (x & 0xFFFF) / 0xFFFF
+        logprob, rest = float(np.log(share)), 1.0 - share
+        top = [TopLogprob(token_id, logprob)] if num_top else []
+        seen = {token_id}
+        while len(top) < min(num_top, self.settings.vocab_size):
+            x = _mix_int(x)
+            other = x % self.settings.vocab_size
+            if other not in seen:
+                seen.add(other)
+                # Never above the sampled token's, which greedy sampling would otherwise not have taken.
+                top.append(TopLogprob(other, min(float(np.log(rest / 2)), top[-1].logprob)))
+                rest /= 2
+        return Token(token_id, logprob, tuple(top))
+
+
+def expected_tokens(
+    settings: SimulatedSettings,
+    prompt_ids: Sequence[int],
+    max_tokens: int,
+    sampling: Sampling | None = None,
+    prior_output: Sequence[int] = (),
+) -> tuple[int, ...]:
+    """The right answer of any simulated engine, computed directly: what it gives after prompt + prior output, up to its end.
+
+    `max_tokens` counts the prior output too, and overrides sampling's; without `sampling` it is greedy.
+    """
+    model = SimulatedModel(settings)
+    chosen = replace(sampling or Sampling(temperature=0.0), max_tokens=max_tokens)
+    state = model.new_state()
+    model.extend(state, [*prompt_ids, *prior_output])
+    output: list[int] = []
+    while len(prior_output) + len(output) < max_tokens:
+        num_output = len(prior_output) + len(output)
+        token_id = model.draw(state.digest, chosen, num_output).token_id
+        output.append(token_id)
+        if model.finish_reason(token_id, chosen, num_output + 1) is not None:
+            break
+        model.extend(state, [token_id])
+    return tuple(output)
+
+
+def _terms(ids: States, positions: States) -> States:
+    return _mix((ids << np.uint64(32)) ^ positions)
+
+
+def _mix(x: States) -> States:
+    """splitmix64's finaliser on each element (Steele, Lea and Flood, 2014). [any shape] -> same shape."""
+    x = x + np.uint64(_GOLDEN)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _mix_int(x: int) -> int:
+    x = (x + _GOLDEN) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)

@@ -1,0 +1,77 @@
+"""What follows from SimulatedSettings before any engine runs: layout, cache size, model facts, and which requests it can take. Pure."""
+
+from __future__ import annotations
+
+from disagg.config import SimulatedSettings
+from disagg.errors import ConfigError, InvalidRequestError
+from disagg.kv.layout import KvLayout
+from disagg.perf.hardware import find_device
+from disagg.perf.roofline import placement_memory
+from disagg.perf.shapes import find_shape
+from disagg.types import ModelInfo, Request
+
+
+def simulated_layout(settings: SimulatedSettings) -> KvLayout:
+    """The layout of an engine with these settings: `tp` ranks, each with an equal part of each token's bytes. Raises ConfigError."""
+    if settings.kv_bytes_per_token % settings.tp:
+        raise ConfigError(
+            key="simulated.kv_bytes_per_token", value=settings.kv_bytes_per_token, expected=f"a multiple of tp ({settings.tp})"
+        )
+    return KvLayout(
+        model=f"simulated:{find_shape(settings.shape).name}:{settings.vocab_size}",
+        backend="simulated",
+        dtype=settings.dtype,
+        block_tokens=settings.block_tokens,
+        num_layers=1,
+        block_bytes=settings.block_tokens * settings.kv_bytes_per_token // settings.tp,
+        num_ranks=settings.tp,
+    )
+
+
+def kv_cache_tokens(settings: SimulatedSettings) -> int:
+    """Tokens of KV of one engine: as set, or what the devices hold beside the weights. Raises ConfigError when they hold too few."""
+    if settings.kv_cache_tokens is not None:
+        if settings.kv_cache_tokens < settings.block_tokens:
+            expected = f"at least one block ({settings.block_tokens} tokens)"
+            raise ConfigError(key="simulated.kv_cache_tokens", value=settings.kv_cache_tokens, expected=expected)
+        return settings.kv_cache_tokens
+    shape, device = find_shape(settings.shape), find_device(settings.gpu)
+    report = placement_memory(shape, device, settings.tp, settings.dtype, min_kv_tokens=settings.block_tokens)
+    if not report.fits:
+        wanted = f"tp {report.needed_tp}" if report.needed_tp else "a larger device"
+        message = (
+            f"simulated.tp: {shape.name} in {settings.dtype} needs {report.weights_bytes / 1e9:.0f} GB of weights on each of "
+            f"{settings.tp} {device.name}, which have {report.budget_bytes / 1e9:.0f} GB; {wanted} would fit"
+        )
+        raise ConfigError(message, key="simulated.tp", value=settings.tp, expected=wanted)
+    return report.kv_tokens
+
+
+def simulated_model_info(settings: SimulatedSettings, name: str) -> ModelInfo:
+    """What a gateway must know of a simulated model to check requests."""
+    return ModelInfo(
+        name=name,
+        max_model_len=min(settings.max_model_len, kv_cache_tokens(settings) // settings.block_tokens * settings.block_tokens),
+        vocab_size=settings.vocab_size,
+        kv_bytes_per_token=settings.kv_bytes_per_token,
+        eos_token_ids=(settings.eos_token_id,),
+    )
+
+
+def check_request(settings: SimulatedSettings, request: Request, max_context_tokens: int) -> None:
+    """Raises InvalidRequestError for what an engine with room for `max_context_tokens` cannot run."""
+    context = (*request.prompt_token_ids, *request.prior_output)
+    if not request.prompt_token_ids:
+        raise InvalidRequestError(field="prompt", value=(), expected="at least one token")
+    if request.remaining_tokens < 1:
+        expected = f"more than the {len(request.prior_output)} tokens that the client has"
+        raise InvalidRequestError(field="max_tokens", value=request.sampling.max_tokens, expected=expected)
+    if min(context) < 0 or max(context) >= settings.vocab_size:
+        bad = next(t for t in context if not 0 <= t < settings.vocab_size)
+        raise InvalidRequestError(field="prompt_token_ids", value=bad, expected=f"ids from 0 to {settings.vocab_size - 1}")
+    total = request.num_prompt_tokens + request.sampling.max_tokens
+    if total > max_context_tokens:
+        expected = f"at most {max_context_tokens} tokens of prompt and answer together"
+        raise InvalidRequestError(
+            field="max_tokens", value=f"{request.num_prompt_tokens} + {request.sampling.max_tokens}", expected=expected
+        )
