@@ -1,0 +1,173 @@
+"""The client of a disagg gateway, sync and async. Thin: translation lives in client_types.py.
+
+    with Client("127.0.0.1:8500") as client:
+        print(client.generate("The capital of France is", max_tokens=8).text)
+        for part in client.stream("Once upon a time", temperature=0.0):
+            print(part.text, end="")
+
+Keyword arguments of `generate` and `stream` are the fields of `Options`; `timeout_s` bounds the whole call, None does not. Errors are those
+of disagg/errors.py, as the gateway raised them; GatewayUnreachableError comes within seconds when nothing listens. Closing the iterator of
+`stream`, or cancelling the task that awaits, cancels the request on every worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import aclosing, closing
+from types import TracebackType
+from typing import Any, Self, TypedDict, Unpack
+
+import grpc
+import grpc.aio
+
+from disagg.client_types import (
+    CHANNEL_OPTIONS,
+    Answer,
+    AnswerBuilder,
+    Options,
+    Part,
+    PoolInfo,
+    ServedModel,
+    SloClassInfo,
+    Usage,
+    to_error,
+    to_message,
+    to_part,
+    to_served_model,
+)
+from disagg.errors import InvalidRequestError, nearest
+from disagg.pb import inference_pb2 as pb
+from disagg.pb.inference_pb2_grpc import InferenceStub
+
+__all__ = ["Answer", "AsyncClient", "Client", "Options", "Part", "PoolInfo", "ServedModel", "SloClassInfo", "Usage"]
+
+INFO_TIMEOUT_S = 10.0
+
+
+class OptionArguments(TypedDict, total=False):
+    """The fields of `Options` as keyword arguments."""
+
+    max_tokens: int | None
+    min_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool | None
+    logprobs: int | None
+    slo_class: str | None
+    priority: int | None
+    request_id: str | None
+
+
+class Client:
+    """A blocking client. One may be shared by threads. Close it, or use it in `with`."""
+
+    def __init__(self, address: str = "127.0.0.1:8500") -> None:
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub: Any = InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def generate(self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Unpack[OptionArguments]) -> Answer:
+        """The whole answer to a prompt of text or token ids."""
+        builder = AnswerBuilder(time.monotonic())
+        with closing(self.stream(prompt, timeout_s=timeout_s, **options)) as parts:
+            for part in parts:
+                builder.add(part, time.monotonic())
+        return builder.answer()
+
+    def stream(
+        self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Unpack[OptionArguments]
+    ) -> Generator[Part, None, None]:
+        """The answer as it comes. The request is sent when iteration starts; closing the generator cancels it."""
+        call = self._stub.Generate(to_message(prompt, _options(options)), timeout=timeout_s)
+        answered = False
+        try:
+            for message in call:
+                answered = True
+                yield to_part(message)
+        except grpc.RpcError as error:
+            raise to_error(error, self.address, answered=answered) from None
+        finally:
+            call.cancel()
+
+    def model_info(self, *, timeout_s: float = INFO_TIMEOUT_S) -> ServedModel:
+        """What is served, and its limits."""
+        try:
+            return to_served_model(self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_s))
+        except grpc.RpcError as error:
+            raise to_error(error, self.address, answered=False) from None
+
+    def close(self) -> None:
+        """End the connection; running calls are cancelled. Idempotent."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """The client for asyncio. Make and use it inside one event loop; close it, or use it in `async with`."""
+
+    def __init__(self, address: str = "127.0.0.1:8500") -> None:
+        self.address = address
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub: Any = InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def generate(self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Unpack[OptionArguments]) -> Answer:
+        """The whole answer to a prompt of text or token ids."""
+        builder = AnswerBuilder(time.monotonic())
+        async with aclosing(self.stream(prompt, timeout_s=timeout_s, **options)) as parts:
+            async for part in parts:
+                builder.add(part, time.monotonic())
+        return builder.answer()
+
+    async def stream(
+        self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Unpack[OptionArguments]
+    ) -> AsyncGenerator[Part, None]:
+        """The answer as it comes. The request is sent when iteration starts; closing the generator (`aclosing`) cancels it."""
+        call = self._stub.Generate(to_message(prompt, _options(options)), timeout=timeout_s)
+        answered = False
+        try:
+            async for message in call:
+                answered = True
+                yield to_part(message)
+        except grpc.RpcError as error:
+            raise to_error(error, self.address, answered=answered) from None
+        finally:
+            call.cancel()
+
+    async def model_info(self, *, timeout_s: float = INFO_TIMEOUT_S) -> ServedModel:
+        """What is served, and its limits."""
+        try:
+            return to_served_model(await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_s))
+        except grpc.RpcError as error:
+            raise to_error(error, self.address, answered=False) from None
+
+    async def close(self) -> None:
+        """End the connection; running calls are cancelled. Idempotent."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+
+def _options(arguments: OptionArguments) -> Options:
+    known = OptionArguments.__annotations__
+    for name in arguments:
+        if name not in known:
+            raise InvalidRequestError(field=name, value=arguments[name], expected=f"a known option; {nearest(name, known)}")  # type: ignore[literal-required]
+    return Options(**arguments)

@@ -1,0 +1,71 @@
+"""The standard health service (grpc.health.v1), answered from the pools at the moment of the question.
+
+Services: "" and the names given. SERVING while every pool that the mode needs has a live worker and the gateway is not closing. Load
+balancers and Kubernetes probes ask it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from disagg.policy.view import PoolView
+from disagg.serving.signal import Signal
+
+NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+
+
+class WatchedPools(Protocol):
+    """Live workers, and an event when they change (serving/pool.py)."""
+
+    @property
+    def changed(self) -> Signal: ...
+
+    def view(self, now_s: float) -> PoolView: ...
+
+
+class HealthDoor(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """The servicer."""
+
+    def __init__(self, pools: WatchedPools, services: Sequence[str]) -> None:
+        self._pools = pools
+        self._services = frozenset(("", *services))
+        self._closing = False
+
+    @property
+    def is_serving(self) -> bool:
+        """True when a request that comes now can be served."""
+        return not self._closing and self._pools.view(time.monotonic()).missing_role is None
+
+    def close(self) -> None:
+        """NOT_SERVING from now on, so that balancers turn away while running requests end."""
+        self._closing = True
+        self._pools.changed.fire()
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
+        if request.service not in self._services:
+            known = ", ".join(sorted(self._services - {""}))
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service {request.service!r}; known: {known}")
+        return health_pb2.HealthCheckResponse(status=self._status(request.service))
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - the name of the RPC
+        said = None
+        while True:
+            changed = self._pools.changed.next()
+            status = self._status(request.service)
+            if status != said:
+                said = status
+                yield health_pb2.HealthCheckResponse(status=status)
+            if self._closing:
+                return
+            await changed.wait()
+
+    def _status(self, service: str) -> Any:
+        response = health_pb2.HealthCheckResponse
+        if service not in self._services:
+            return response.SERVICE_UNKNOWN
+        return response.SERVING if self.is_serving else response.NOT_SERVING

@@ -1,0 +1,222 @@
+"""Text to tokens and back, at the front door only: workers never see text.
+
+`load_tokenizer(folder)` reads a model's tokenizer.json; `SyntheticTokenizer` serves simulated engines. `TextStream` turns an answer's
+tokens into text as they come: text appears once it is certain, nothing is lost at the end, and stop strings end the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from disagg.errors import ModelError
+from disagg.types import FinishReason, Token
+
+# Tokens before the new ones that are decoded with them, so that a tokenizer's rule about a text's start (a stripped space) does not apply.
+CONTEXT_TOKENS = 6
+# A character takes at most four bytes, so at most four tokens: longer runs without a whole character are not text at all.
+MAX_CHAR_TOKENS = 4
+MAX_PENDING_TOKENS = 2 * MAX_CHAR_TOKENS
+UNFINISHED = "\ufffd"
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. Both directions may be called from any thread."""
+
+    @property
+    def max_token_bytes(self) -> int:
+        """Most UTF-8 bytes of a text that one token can stand for."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with the special tokens that the model's tokenizer adds to a plain prompt. Long texts: not in an event loop."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text, without special tokens; bytes that are no whole character become U+FFFD."""
+        ...
+
+
+class ModelTokenizer:
+    """A model's tokenizer.json, by the `tokenizers` library."""
+
+    def __init__(self, file: Path) -> None:
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:
+            raise ModelError(f"model: {file} cannot be read: {error}", key="model", value=str(file), expected="a tokenizer.json") from error
+        # A prompt is never cut silently: too long ones are refused by name.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._max_token_bytes = self._longest_token_bytes()
+
+    def _longest_token_bytes(self) -> int:
+        from tokenizers.decoders import ByteLevel
+
+        tokenizer = self._tokenizer
+        added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+        pieces = tokenizer.get_vocab(with_added_tokens=False)
+        # In a byte-level vocabulary one character stands for one byte.
+        one_byte_chars = isinstance(tokenizer.decoder, ByteLevel)
+        longest = max((len(piece) if one_byte_chars else len(piece.encode()) for piece in pieces), default=1)
+        longest = max([longest, *(len(content.encode()) for content in added)])
+        # A normalizer may shorten text (width, composition, repeated spaces): leave slack.
+        return longest if tokenizer.normalizer is None else 4 * longest
+
+    @property
+    def max_token_bytes(self) -> int:
+        return self._max_token_bytes
+
+    def encode(self, text: str) -> list[int]:
+        # The batch call lets other threads run; the single one holds the interpreter for the whole text.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=True)[0].ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def load_tokenizer(folder: Path) -> ModelTokenizer | None:
+    """The tokenizer beside a model's weights, or None when there is no tokenizer.json. Raises ModelError when it cannot be read."""
+    file = folder / "tokenizer.json"
+    return ModelTokenizer(file) if file.is_file() else None
+
+
+class SyntheticTokenizer:
+    """For simulated engines: a prompt's tokens are its UTF-8 bytes, and each token id reads as a short made-up word."""
+
+    _CONSONANTS = "bdfgklmnprstvz"
+    _VOWELS = "aeiou"
+
+    max_token_bytes = 1
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(f"{self._word(token_id)} " for token_id in token_ids)
+
+    def _word(self, token_id: int) -> str:
+        syllables = []
+        base = len(self._CONSONANTS) * len(self._VOWELS)
+        rest = token_id + base  # at least two syllables
+        while rest:
+            rest, digit = divmod(rest, base)
+            consonant, vowel = divmod(digit, len(self._VOWELS))
+            syllables.append(self._CONSONANTS[consonant] + self._VOWELS[vowel])
+        return "".join(reversed(syllables))
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """What some tokens gave: the tokens that belong to the answer, newly certain text, and `finish` when the answer ends here."""
+
+    tokens: tuple[Token, ...]
+    text: str
+    finish: FinishReason | None = None
+
+
+class TextStream:
+    """One answer's text. Feed every chunk to `push`, and stop feeding once a part has `finish`.
+
+    Where the ids stand (all indices into `_ids`, which starts with the prompt's tail):
+
+        | context     | said        | pending (no whole character yet) |
+        0 ........ _start ........ _said ........................... len
+
+    `decode(ids[_start:])` minus `decode(ids[_start:_said])` is the pending text: decoding from `_start` keeps what depends on neighbours.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt_token_ids[-CONTEXT_TOKENS:])
+        self._start = 0
+        self._said = len(self._ids)
+        self._stop = tuple(stop)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._held = ""  # certain text that may be the beginning of a stop string
+
+    def push(self, tokens: Sequence[Token], finish: FinishReason | None = None) -> TextPart:
+        """Add one step's tokens. `finish` as the engine said it; a stop token's own text is not part of the answer, as in vLLM."""
+        kept: list[Token] = []
+        text = ""
+        for index, token in enumerate(tokens):
+            kept.append(token)
+            self._num_tokens += 1
+            ends_by_token = finish is FinishReason.STOP and index == len(tokens) - 1
+            said = "" if ends_by_token else self._decode(token.token_id)
+            part, hit = self._through_stops(said)
+            text += part
+            if hit:
+                return TextPart(tuple(kept), text, FinishReason.STOP)
+        if finish is None:
+            return TextPart(tuple(kept), text)
+        part, hit = self._through_stops(self._flush())
+        text += part if hit else part + self._held
+        return TextPart(tuple(kept), text, FinishReason.STOP if hit else finish)
+
+    def _decode(self, token_id: int) -> str:
+        """Text that became certain with one more token."""
+        self._ids.append(token_id)
+        before = self._tokenizer.decode(self._ids[self._start : self._said]).rstrip(UNFINISHED)
+        after = self._tokenizer.decode(self._ids[self._start :])
+        if after.endswith(UNFINISHED):
+            return self._give_up() if len(self._ids) - self._said >= MAX_PENDING_TOKENS else ""
+        if len(after) <= len(before):
+            # No text of its own (a special token): as context it would only hide the text before it.
+            self._ids.pop()
+            return ""
+        self._start, self._said = self._said, len(self._ids)
+        self._trim()
+        return after[len(before) :]
+
+    def _give_up(self) -> str:
+        """Say the pending tokens that can no longer become a character, and go on with the youngest."""
+        cut = len(self._ids) - MAX_CHAR_TOKENS
+        before = self._tokenizer.decode(self._ids[self._start : self._said]).rstrip(UNFINISHED)
+        text = self._tokenizer.decode(self._ids[self._start : cut])[len(before) :]
+        self._start = self._said = cut
+        self._trim()
+        return text
+
+    def _flush(self) -> str:
+        """The pending text at the end, whole characters or not."""
+        if self._said == len(self._ids):
+            return ""
+        before = self._tokenizer.decode(self._ids[self._start : self._said]).rstrip(UNFINISHED)
+        after = self._tokenizer.decode(self._ids[self._start :])
+        self._said = len(self._ids)
+        return after[len(before) :]
+
+    def _trim(self) -> None:
+        del self._ids[: self._start]
+        self._said -= self._start
+        self._start = 0
+
+    def _through_stops(self, said: str) -> tuple[str, bool]:
+        """(text to give out, whether a stop string is complete). Holds back what may be a stop string's beginning."""
+        if not self._stop:
+            return said, False
+        self._held += said
+        if self._num_tokens <= self._min_tokens:
+            # Too early to stop; what was said so far cannot be taken back, and may not be part of a later match.
+            given, self._held = self._held, ""
+            return given, False
+        ends = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if ends:
+            # The one that is complete first, as if tokens came one by one.
+            given, self._held = self._held[: min(ends)[1]], ""
+            return given, True
+        keep = self._possible_beginning()
+        given, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return given, False
+
+    def _possible_beginning(self) -> int:
+        """Length of the longest end of the held text with which a stop string begins."""
+        most = min(len(self._held), max(map(len, self._stop)) - 1)
+        return next((n for n in range(most, 0, -1) if any(s.startswith(self._held[-n:]) for s in self._stop)), 0)
