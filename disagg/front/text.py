@@ -123,23 +123,30 @@ class TextPart:
 class TextStream:
     """One answer's text. Feed every chunk to `push`, and stop feeding once a part has `finish`.
 
-    Where the ids stand (all indices into `_ids`, which starts with the prompt's tail):
+    Where the ids stand (all indices into `_ids`, which begins as the prompt's tail):
 
-        | context     | said        | pending (no whole character yet) |
-        0 ........ _start ........ _said ........................... len
+        | context, said before     | pending: no whole character yet |
+        0 .................... _said ............................. len
 
-    `decode(ids[_start:])` minus `decode(ids[_start:_said])` is the pending text: decoding from `_start` keeps what depends on neighbours.
+    `decode(ids)` minus `decode(ids[:_said])` is the pending text: decoding it with its context keeps what depends on neighbours.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt_token_ids[-CONTEXT_TOKENS:])
-        self._start = 0
-        self._said = len(self._ids)
+        self._said = self._whole_characters()
+        # A prompt of token ids may end inside a character, which the answer then completes.
+        self._in_prompt = self._said < len(self._ids)
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._held = ""  # certain text that may be the beginning of a stop string
+
+    def _whole_characters(self) -> int:
+        """How many of the prompt's last tokens, counted from the front, end with a whole character; all when none do."""
+        num = len(self._ids)
+        ends = range(num, max(0, num - MAX_CHAR_TOKENS), -1)
+        return next((end for end in ends if not self._tokenizer.decode(self._ids[:end]).endswith(UNFINISHED)), num)
 
     def push(self, tokens: Sequence[Token], finish: FinishReason | None = None) -> TextPart:
         """Add one step's tokens. `finish` as the engine said it; a stop token's own text is not part of the answer, as in vLLM."""
@@ -163,40 +170,39 @@ class TextStream:
     def _decode(self, token_id: int) -> str:
         """Text that became certain with one more token."""
         self._ids.append(token_id)
-        before = self._tokenizer.decode(self._ids[self._start : self._said]).rstrip(UNFINISHED)
-        after = self._tokenizer.decode(self._ids[self._start :])
-        if after.endswith(UNFINISHED):
+        text = self._pending(len(self._ids))
+        if text.endswith(UNFINISHED):
             return self._give_up() if len(self._ids) - self._said >= MAX_PENDING_TOKENS else ""
-        if len(after) <= len(before):
+        if not text:
             # No text of its own (a special token): as context it would only hide the text before it.
             self._ids.pop()
             return ""
-        self._start, self._said = self._said, len(self._ids)
-        self._trim()
-        return after[len(before) :]
+        return self._say(text, self._said, len(self._ids))
+
+    def _pending(self, end: int) -> str:
+        """The text of the tokens from `_said` to `end`."""
+        before = self._tokenizer.decode(self._ids[: self._said])
+        return self._tokenizer.decode(self._ids[:end])[len(before) :]
+
+    def _say(self, text: str, start: int, said: int) -> str:
+        """Move the marks, forget what is before them, and return `text` without a broken character of the prompt's own."""
+        if self._in_prompt:
+            text = text.lstrip(UNFINISHED)
+            self._in_prompt = False
+        del self._ids[:start]
+        self._said = said - start
+        return text
 
     def _give_up(self) -> str:
         """Say the pending tokens that can no longer become a character, and go on with the youngest."""
         cut = len(self._ids) - MAX_CHAR_TOKENS
-        before = self._tokenizer.decode(self._ids[self._start : self._said]).rstrip(UNFINISHED)
-        text = self._tokenizer.decode(self._ids[self._start : cut])[len(before) :]
-        self._start = self._said = cut
-        self._trim()
-        return text
+        return self._say(self._pending(cut), cut, cut)
 
     def _flush(self) -> str:
         """The pending text at the end, whole characters or not."""
         if self._said == len(self._ids):
             return ""
-        before = self._tokenizer.decode(self._ids[self._start : self._said]).rstrip(UNFINISHED)
-        after = self._tokenizer.decode(self._ids[self._start :])
-        self._said = len(self._ids)
-        return after[len(before) :]
-
-    def _trim(self) -> None:
-        del self._ids[: self._start]
-        self._said -= self._start
-        self._start = 0
+        return self._say(self._pending(len(self._ids)), self._said, len(self._ids))
 
     def _through_stops(self, said: str) -> tuple[str, bool]:
         """(text to give out, whether a stop string is complete). Holds back what may be a stop string's beginning."""
