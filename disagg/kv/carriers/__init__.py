@@ -1,0 +1,1 @@
+"""The carriers: loopback (one process), shm (one host), grpc (anywhere)."""

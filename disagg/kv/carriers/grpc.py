@@ -1,0 +1,236 @@
+"""Carrier `grpc`: peers anywhere. One bidirectional stream per pull; bytes go as raw messages, without protobuf.
+
+    message = u32 header length + header + payload piece      (a long payload goes on in messages of header length 0)
+
+The puller sends Pull, reads until End, and sends Ack on the same stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from disagg.errors import DisaggError, PlacementError, TransferCorruptError, TransferError
+from disagg.kv.frames import (
+    HEARTBEAT_S,
+    SILENCE_S,
+    Ack,
+    End,
+    Failed,
+    Frame,
+    Header,
+    Pull,
+    Sink,
+    failed,
+    pack,
+    pull_request,
+    raise_failed,
+    unpack,
+)
+from disagg.kv.outbox import Outbox, Reader
+from disagg.types import Transfer
+
+log = logging.getLogger(__name__)
+
+SERVICE = "disagg.v1.Kv"
+_METHOD = "Pull"
+PIECE_BYTES = 1 << 20  # a message: small enough that building it does not hold up the event loop
+_LENGTH = struct.Struct("<I")
+_OPTIONS = [
+    ("grpc.max_send_message_length", 4 * PIECE_BYTES),
+    ("grpc.max_receive_message_length", 4 * PIECE_BYTES),
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 2000),
+    ("grpc.so_reuseport", 0),  # a port in use must be an error
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+
+
+class GrpcCarrier:
+    """Serves on `host`:`port` (0: a free one). `advertise`: the host name that peers are told (default: `host`).
+
+    `silence_s`: how long a source may say nothing before it counts as lost. `num_garbage`: streams refused.
+    """
+
+    name = "grpc"
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str | None = None,
+        silence_s: float = SILENCE_S,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        self.num_garbage = 0
+        self._host = host
+        self._port = port
+        self._advertise = advertise or host
+        self._silence_s = silence_s
+        self._heartbeat_s = heartbeat_s
+        self._servers: list[grpc.aio.Server] = []
+        self._channels: dict[str, _Channel] = {}  # by worker name: the latest life of each
+
+    async def serve(self, outbox: Outbox) -> str:
+        async def pull(_: AsyncIterator[bytes], context: Any) -> None:
+            await self._serve_pull(outbox, context)
+
+        server = grpc.aio.server(options=_OPTIONS)
+        handler: Any = grpc.stream_stream_rpc_method_handler(pull)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {_METHOD: handler}),))
+        try:
+            port = server.add_insecure_port(f"{self._host}:{self._port}")
+        except RuntimeError as error:
+            raise PlacementError(
+                f"cannot listen on {self._host}:{self._port} for KV: {error}",
+                key="kv.port",
+                value=self._port,
+                expected="a free port, or 0",
+            ) from error
+        await server.start()
+        self._servers.append(server)
+        return f"{self._advertise}:{port}"
+
+    async def pull(self, endpoint: str, transfer: Transfer, sink: Sink) -> None:
+        channel = await self._channel(endpoint, transfer)
+        call: Any = channel.stream_stream(f"/{SERVICE}/{_METHOD}")()
+        try:
+            await call.write(_message(pull_request(transfer)))
+            complete = False
+            while not complete:
+                header, first = _split(await self._read(call, transfer))
+                if isinstance(header, Failed):
+                    raise_failed(header)
+                payload = [first] if len(first) else []
+                if isinstance(header, Frame):
+                    missing = header.num_bytes - len(first)
+                    while missing > 0:
+                        payload.append(_piece(await self._read(call, transfer)))
+                        missing -= len(payload[-1])
+                complete = await sink.receive(header, payload)
+            await call.write(_message(Ack(transfer.transfer_id)))
+            await call.done_writing()
+            async with asyncio.timeout(self._silence_s):
+                await call.read()  # the source closes the stream when it has the Ack
+        except grpc.aio.AioRpcError as error:
+            raise _lost(transfer, f"{error.code().name} {error.details()}") from error
+        except asyncio.InvalidStateError as error:  # a write to a call that has ended
+            raise _lost(transfer, f"the stream closed: {error}") from error
+        except TimeoutError as error:
+            raise _lost(transfer, "the acknowledgement was not answered") from error
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.channel.close()
+        servers, self._servers = self._servers, []
+        for server in servers:
+            await server.stop(grace=None)
+
+    async def _serve_pull(self, outbox: Outbox, context: Any) -> None:
+        try:
+            request = await self._request(context)
+        except (TransferCorruptError, TimeoutError) as error:
+            self.num_garbage += 1
+            log.warning("grpc: refused a stream: %r", error)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "expected a Pull header")
+            return
+        with outbox.reader(request) as reader:
+            try:
+                await self._send(reader, context)
+            except DisaggError as error:
+                await context.write(_message(failed(error)))
+                return
+            answer = await context.read()
+            if isinstance(answer, bytes) and isinstance(_split(answer)[0], Ack):
+                reader.acknowledge()
+
+    async def _request(self, context: Any) -> Pull:
+        async with asyncio.timeout(self._silence_s):
+            message = await context.read()
+        header = _split(message)[0] if isinstance(message, bytes) else None
+        if not isinstance(header, Pull):
+            raise TransferCorruptError(f"unexpected {type(header).__name__}")
+        return header
+
+    async def _send(self, reader: Reader, context: Any) -> None:
+        """Everything from Opened to End."""
+        header: Header | None = None
+        while not isinstance(header, End):
+            header = await reader.next(self._heartbeat_s)
+            payload = reader.payload(header) if isinstance(header, Frame) else b""
+            await context.write(_message(header, payload[:PIECE_BYTES]))
+            for start in range(PIECE_BYTES, len(payload), PIECE_BYTES):
+                await context.write(_message(None, payload[start : start + PIECE_BYTES]))
+
+    async def _read(self, call: Any, transfer: Transfer) -> bytes:
+        try:
+            async with asyncio.timeout(self._silence_s):
+                message = await call.read()
+        except TimeoutError:
+            raise _lost(transfer, f"silent for {self._silence_s} s") from None
+        if not isinstance(message, bytes):
+            code, details = await call.code(), await call.details()
+            raise _lost(transfer, f"the stream closed: {code.name} {details}")
+        return message
+
+    async def _channel(self, endpoint: str, transfer: Transfer) -> grpc.aio.Channel:
+        source = transfer.source
+        known = self._channels.get(source.worker)
+        if known is not None and (known.endpoint, known.epoch) == (endpoint, source.epoch):
+            return known.channel
+        fresh = _Channel(endpoint, source.epoch)
+        self._channels[source.worker] = fresh
+        if known is not None:
+            await known.channel.close()
+        return fresh.channel
+
+
+class _Channel:
+    """A connection to one life of a peer."""
+
+    def __init__(self, endpoint: str, epoch: str) -> None:
+        self.endpoint = endpoint
+        self.epoch = epoch
+        self.channel = grpc.aio.insecure_channel(endpoint, options=_OPTIONS)
+
+
+def _lost(transfer: Transfer, why: str) -> TransferError:
+    return TransferError(f"worker {transfer.source.worker} was lost during transfer {transfer.transfer_id}: {why}")
+
+
+def _message(header: Header | None, payload: memoryview | bytes = b"") -> bytes:
+    packed = b"" if header is None else pack(header)
+    return b"".join((_LENGTH.pack(len(packed)), packed, payload))
+
+
+def _split(message: bytes) -> tuple[Header, memoryview]:
+    """Header and payload piece of a message. Raises TransferCorruptError."""
+    view = memoryview(message)
+    if len(view) < _LENGTH.size:
+        raise TransferCorruptError(f"a message of {len(view)} bytes")
+    end = _LENGTH.size + _LENGTH.unpack_from(view)[0]
+    if end > len(view):
+        raise TransferCorruptError(f"a header of {end} bytes in a message of {len(view)}")
+    return unpack(view[_LENGTH.size : end]), view[end:]
+
+
+def _piece(message: bytes) -> memoryview:
+    """The payload of a message without header. Raises TransferCorruptError."""
+    view = memoryview(message)
+    if len(view) <= _LENGTH.size or _LENGTH.unpack_from(view)[0] != 0:
+        raise TransferCorruptError("a payload broke off")
+    return view[_LENGTH.size :]

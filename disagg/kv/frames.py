@@ -1,0 +1,205 @@
+"""What peers say to each other: headers, in msgpack, each checked field by field when read. No pickle, no trust.
+
+    puller                                   source
+      Pull ------------------------------->
+             <------------------------------- Opened      (layout, tokens, hash; now the puller takes inbox room)
+             <------------------------------- Frame + payload, in the order staged; Waiting while the engine computes
+             <------------------------------- End         (or Failed with a typed error, at any point)
+      Ack  ------------------------------->               (every block verified: the source may free)
+
+A frame's payload is whole cache blocks of one rank, all layers (`format: blocks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any, Protocol, TypeAlias, get_type_hints
+
+import msgpack
+
+from disagg.errors import DisaggError, TransferCorruptError, TransferError, from_wire, to_wire
+from disagg.kv.layout import KvLayout
+from disagg.types import Transfer
+
+FORMAT_BLOCKS = "blocks"
+MAX_HEADER_BYTES = 1 << 16
+HEARTBEAT_S = 3.0  # a source that has nothing to send yet says so this often
+SILENCE_S = 15.0  # a peer that says nothing for this long is lost
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Asks for a transfer of the process life `epoch`."""
+
+    transfer_id: str
+    epoch: str
+    attempt: int
+    token_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The entry exists: what it will hold, and where it lies in the source's box (`box_offset`, bytes)."""
+
+    transfer_id: str
+    epoch: str
+    attempt: int
+    token_hash: str
+    num_tokens: int
+    format: str
+    layout: KvLayout
+    box_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Blocks [first_block, first_block + num_blocks) of `rank`. `seq` counts frames from 0; `digest` is xxh3_64 of the payload."""
+
+    transfer_id: str
+    epoch: str
+    attempt: int
+    seq: int
+    rank: int
+    first_block: int
+    num_blocks: int
+    digest: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The source lives; its engine has not finished the next blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """All `num_frames` frames were sent."""
+
+    transfer_id: str
+    num_frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The transfer cannot be read (any more). `error` is a typed error, see errors.to_wire."""
+
+    error: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """The puller has every block, verified."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """(shm) Asks for the source's box."""
+
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """(shm) The answer to Hello, with a descriptor of the box beside it."""
+
+    epoch: str
+    num_bytes: int
+
+
+Header: TypeAlias = Pull | Opened | Frame | Waiting | End | Failed | Ack | Hello | Mapped
+_KINDS: dict[str, type[Any]] = {c.__name__: c for c in (Pull, Opened, Frame, Waiting, End, Failed, Ack, Hello, Mapped)}
+_HINTS = {c: [get_type_hints(c)[f.name] for f in fields(c)] for c in (*_KINDS.values(), KvLayout)}
+
+
+class Sink(Protocol):
+    """Where a carrier puts what it reads."""
+
+    async def receive(self, header: Header, payload: Sequence[memoryview]) -> bool:
+        """Take one message; `payload` (consecutive pieces, for frames) is not used after the return, also when cancelled.
+
+        Returns True when the transfer is complete and verified: acknowledge it. Raises TransferError on anything wrong.
+        """
+        ...
+
+
+def pull_request(transfer: Transfer) -> Pull:
+    """The question that fetches `transfer`."""
+    return Pull(transfer.transfer_id, transfer.source.epoch, transfer.attempt, transfer.token_hash)
+
+
+def pack(header: Header) -> bytes:
+    """The bytes of a header."""
+    packed: bytes = msgpack.packb([type(header).__name__, *astuple(header)])
+    return packed
+
+
+def unpack(data: bytes | memoryview) -> Header:
+    """The header in `data`. Raises TransferCorruptError on anything that `pack` does not write."""
+    try:
+        kind, *values = msgpack.unpackb(data)
+        header: Header = _build(_KINDS[kind], values)
+        return header
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException, RecursionError) as error:
+        raise TransferCorruptError(f"not a KV header: {type(error).__name__}") from None
+
+
+def _build(cls: type[Any], values: Sequence[Any]) -> Any:
+    hints = _HINTS[cls]
+    if len(values) != len(hints):
+        raise ValueError(f"{len(values)} fields")
+    return cls(*[_checked(value, hint) for value, hint in zip(values, hints, strict=True)])
+
+
+def _checked(value: Any, hint: type) -> Any:
+    if hint is KvLayout:
+        return _build(KvLayout, value)
+    if type(value) is not hint or (isinstance(value, int) and not 0 <= value < 1 << 64):
+        raise TypeError(hint.__name__)
+    return value
+
+
+def failed(error: DisaggError) -> Failed:
+    """A header that carries `error`."""
+    return Failed(to_wire(error))
+
+
+def raise_failed(header: Failed) -> None:
+    """Raise the error that the source sent; one that is not a TransferError arrives as one."""
+    error = from_wire(header.error)
+    raise error if isinstance(error, TransferError) else TransferError(f"the source failed: {error.message}")
+
+
+class Coverage:
+    """Which blocks of an entry for `num_tokens` tokens are there: each of them once."""
+
+    def __init__(self, layout: KvLayout, num_tokens: int) -> None:
+        self._layout = layout
+        self._have = [bytearray(layout.num_blocks(num_tokens)) for _ in range(layout.num_ranks)]
+        self.total_blocks = layout.num_ranks * layout.num_blocks(num_tokens)
+        self.num_blocks = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_blocks == self.total_blocks
+
+    def fault(self, rank: int, first_block: int, num_blocks: int) -> str | None:
+        """Why this range cannot be one frame's of the entry, or None. Does not look at what is there already."""
+        if not 0 <= rank < self._layout.num_ranks:
+            return f"rank {rank} is outside 0..{self._layout.num_ranks - 1}"
+        if not 0 < num_blocks <= self._layout.frame_blocks:
+            return f"{num_blocks} blocks in a frame, expected 1..{self._layout.frame_blocks}"
+        if first_block < 0 or first_block + num_blocks > len(self._have[rank]):
+            return f"blocks {first_block}..{first_block + num_blocks - 1} are outside an entry of {len(self._have[rank])}"
+        return None
+
+    def count(self, rank: int, first_block: int, num_blocks: int) -> int:
+        """How many blocks of a (faultless) range are there already."""
+        return sum(self._have[rank][first_block : first_block + num_blocks])
+
+    def add(self, rank: int, first_block: int, num_blocks: int) -> None:
+        """Note a (faultless, new) range as there."""
+        self._have[rank][first_block : first_block + num_blocks] = b"\x01" * num_blocks
+        self.num_blocks += num_blocks

@@ -1,0 +1,394 @@
+"""The inbox: KV on its way to a decode engine, complete and verified before the engine sees it.
+
+    fetch:   one pull per transfer id; room is reserved when the source says `Opened`; the carrier writes frames, each checked
+    take:    the complete entry, for the engine, once
+    end:     read by the engine | released | failed | expired (complete, but not taken for `lease_s`)
+    free:    ended AND the pull writes no more AND the engine reads no more
+
+All methods belong to the worker's event loop; large copies run in one thread of the inbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from disagg.errors import DisaggError, LayoutMismatchError, TransferCorruptError, TransferError, TransferFencedError, from_wire, to_wire
+from disagg.kv.api import InboxEntry
+from disagg.kv.box import Box, Region, Room
+from disagg.kv.carrier import Carrier, CarrierChoice, choose_carrier
+from disagg.kv.copy import copy_and_digest
+from disagg.kv.frames import FORMAT_BLOCKS, Coverage, End, Failed, Frame, Header, Opened, Waiting, raise_failed
+from disagg.kv.layout import KvLayout
+from disagg.kv.lease import Leases, Tombstones
+from disagg.types import Transfer
+
+log = logging.getLogger(__name__)
+
+_INLINE_BYTES = 128 << 10  # below this a copy takes less time than handing it to a thread
+
+
+@dataclass(slots=True)
+class InboxCounters:
+    """Since the start. `late`: messages after a transfer's end; `duplicates`: fetches of a transfer that is known already."""
+
+    fetches: int = 0
+    frames: int = 0
+    bytes: int = 0
+    completed: int = 0
+    failed: int = 0
+    corrupt: int = 0
+    released: int = 0
+    expired: int = 0
+    late: int = 0
+    duplicates: int = 0
+
+
+class Inbox:
+    """Entries in `box` for KV of `layout`, pulled by `carriers` (by name). `choice` is the setting kv.carrier."""
+
+    def __init__(
+        self,
+        box: Box,
+        layout: KvLayout,
+        carriers: Mapping[str, Carrier],
+        host_id: str,
+        choice: CarrierChoice = "auto",
+        lease_s: float = 30.0,
+    ) -> None:
+        self.box = box
+        self.layout = layout
+        self.counters = InboxCounters()
+        self._carriers = carriers
+        self._host_id = host_id
+        self._choice = choice
+        self.room = Room(box.num_bytes, "kv.inbox_gib")
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="disagg-kv-copy")
+        self._entries: dict[str, _Entry] = {}
+        self._pulls: set[asyncio.Task[None]] = set()
+        self._ended: Tombstones[DisaggError | None] = Tombstones()  # None: it went to the engine
+        self._leases = Leases(lease_s, self._expire)
+
+    @property
+    def free_bytes(self) -> int:
+        return self.room.free_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.room.total_bytes
+
+    async def fetch(self, transfer: Transfer, owner: str = "") -> None:
+        """Pull `transfer`; returns when it is complete and verified, or was so before. Concurrent calls share one pull.
+
+        Raises TransferError and its children, ConfigError (no carrier reaches), InvalidRequestError (the box is too small). The same
+        error again for a transfer that has failed. Cancelling the last waiter releases the transfer.
+        """
+        transfer_id = transfer.transfer_id
+        entry = self._entries.get(transfer_id)
+        if entry is None and transfer_id in self._ended:
+            self.counters.duplicates += 1
+            error = self._ended.get(transfer_id)
+            if error is not None:
+                raise _again(error)
+            return
+        if entry is None:
+            entry = self._begin(transfer, owner)
+        else:
+            self.counters.duplicates += 1
+        await self._wait(entry)
+
+    async def take(self, transfer_id: str) -> InboxEntry:
+        """The complete entry, for one engine, once; waits for a fetch under way. The caller must call `end_read` on it.
+
+        Raises what the pull raised, and TransferFencedError for a transfer that is unknown, released, or taken already.
+        """
+        entry = self._entries.get(transfer_id)
+        if entry is None:
+            error = self._ended.get(transfer_id)
+            raise _again(error) if error else TransferFencedError(f"transfer {transfer_id} is not in the inbox (never fetched, or used up)")
+        await self._wait(entry)
+        if entry.taken:
+            raise TransferFencedError(f"transfer {transfer_id} was taken already")
+        entry.taken = True
+        self._leases.stop(transfer_id)
+        return entry
+
+    def release(self, transfer_id: str) -> None:
+        """Nobody wants it: stop its pull, free it when neither pull nor engine use it. Idempotent; unknown is fine."""
+        entry = self._entries.get(transfer_id)
+        error = TransferFencedError(f"transfer {transfer_id} was released")
+        if entry is None:
+            self._ended.add(transfer_id, error)
+        elif not entry.ended:
+            self.counters.released += 1
+            self._end(entry, error)
+
+    def renew(self, owner: str = "") -> None:
+        """The owner lives: its running leases start again."""
+        for entry in self._entries.values():
+            if entry.owner == owner and entry.transfer.transfer_id in self._leases:
+                self._leases.start(entry.transfer.transfer_id)
+
+    def assert_empty(self) -> None:
+        """Assert that no transfer holds anything."""
+        assert not self._entries, f"inbox entries left: {list(self._entries)}"
+        self.room.assert_empty()
+
+    async def close(self) -> None:
+        """End every transfer and the pulls. The box and the carriers are the caller's to close."""
+        for entry in list(self._entries.values()):
+            self.release(entry.transfer.transfer_id)
+        for task in self._pulls:
+            task.cancel()
+        if self._pulls:
+            await asyncio.wait(self._pulls)
+        self._copier.shutdown()
+
+    def _begin(self, transfer: Transfer, owner: str) -> _Entry:
+        name = choose_carrier(transfer.source, self._carriers, self._host_id, self._choice)
+        endpoint = transfer.source.endpoint(name)
+        assert endpoint is not None
+        entry = _Entry(self, transfer, owner)
+        self._entries[transfer.transfer_id] = entry
+        self.counters.fetches += 1
+        task = asyncio.ensure_future(self._pull(entry, self._carriers[name], endpoint))
+        entry.pull = task
+        self._pulls.add(task)
+        task.add_done_callback(self._pulls.discard)
+        return entry
+
+    async def _pull(self, entry: _Entry, carrier: Carrier, endpoint: str) -> None:
+        """One transfer's whole pull. Every way out ends the writing, and the waiters learn of it."""
+        transfer_id = entry.transfer.transfer_id
+        error: DisaggError = TransferFencedError(f"the pull of transfer {transfer_id} was cancelled")
+        try:
+            await carrier.pull(endpoint, entry.transfer, _Writer(self, entry))
+            error = TransferError(f"transfer {transfer_id} ended before it was complete")
+        except DisaggError as cause:
+            error = cause
+        except Exception as cause:  # a carrier's bug must not leave waiters hanging
+            log.exception("carrier %s failed on transfer %s", carrier.name, transfer_id)
+            error = TransferError(f"carrier {carrier.name} failed: {cause!r}")
+        finally:
+            entry.writing = False
+            if not entry.complete and not entry.ended:
+                self.counters.failed += 1
+                self.counters.corrupt += isinstance(error, TransferCorruptError)
+                log.warning("transfer %s from %s over %s failed: %s", transfer_id, entry.transfer.source.worker, carrier.name, error)
+                self._end(entry, error)
+            self._settle(entry)
+
+    async def _wait(self, entry: _Entry) -> None:
+        entry.waiters += 1
+        try:
+            await asyncio.shield(entry.done)
+        except asyncio.CancelledError:
+            if entry.waiters == 1 and not entry.taken:
+                self.release(entry.transfer.transfer_id)
+            raise
+        finally:
+            entry.waiters -= 1
+        if entry.error is not None:
+            raise _again(entry.error)
+
+    def _completed(self, entry: _Entry) -> None:
+        entry.complete = True
+        entry.writing = False
+        self.counters.completed += 1
+        if not entry.done.done():
+            entry.done.set_result(None)
+        self._leases.start(entry.transfer.transfer_id)
+
+    def _expire(self, transfer_id: str) -> None:
+        entry = self._entries.get(transfer_id)
+        if entry is not None and not entry.ended:
+            log.info("inbox: transfer %s expired: not taken", transfer_id)
+            self.counters.expired += 1
+            self._end(entry, TransferFencedError(f"transfer {transfer_id} expired: it was complete but nobody took it"))
+
+    def _end(self, entry: _Entry, error: DisaggError | None) -> None:
+        """The transfer has reached its end, once."""
+        entry.ended = True
+        entry.error = error
+        self._ended.add(entry.transfer.transfer_id, error)
+        self._leases.stop(entry.transfer.transfer_id)
+        if not entry.done.done():
+            entry.done.set_result(None)
+        if not entry.complete and entry.pull is not None and entry.writing:
+            entry.pull.cancel()
+        self._settle(entry)
+
+    def _settle(self, entry: _Entry) -> None:
+        if not entry.ended or entry.writing or entry.is_read:
+            return
+        if self._entries.pop(entry.transfer.transfer_id, None) is not None and entry.region is not None:
+            self.room.free(entry.region)
+
+
+class _Entry:
+    """One transfer in the inbox; what the engine sees of it is kv.api.InboxEntry."""
+
+    def __init__(self, inbox: Inbox, transfer: Transfer, owner: str) -> None:
+        self.transfer = transfer
+        self.owner = owner
+        self.region: Region | None = None
+        self.pull: asyncio.Task[None] | None = None
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.error: DisaggError | None = None
+        self.waiters = 0
+        self.writing = True
+        self.complete = False
+        self.taken = False
+        self.ended = False
+        self._read_ended = False
+        self._inbox = inbox
+
+    @property
+    def transfer_id(self) -> str:
+        return self.transfer.transfer_id
+
+    @property
+    def num_tokens(self) -> int:
+        return self.transfer.num_tokens
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._inbox.layout
+
+    @property
+    def offset(self) -> int:
+        assert self.region is not None
+        return self.region.offset
+
+    @property
+    def view(self) -> memoryview:
+        """The entry's bytes, read-only."""
+        return self.writable().toreadonly()
+
+    @property
+    def is_read(self) -> bool:
+        """An engine has it and may still read it."""
+        return self.taken and not self._read_ended
+
+    def writable(self) -> memoryview:
+        """The entry's bytes, for the pull."""
+        return self._inbox.box.buffer[self.offset : self.offset + self.layout.entry_bytes(self.num_tokens)]
+
+    def end_read(self) -> None:
+        """See kv.api.InboxEntry."""
+        if self._read_ended:
+            return
+        self._read_ended = True
+        if self.ended:
+            self._inbox._settle(self)
+        else:
+            self._inbox._end(self, None)
+
+
+class _Writer:
+    """The sink of one pull: accepts exactly the messages of one whole transfer, in order, and nothing else."""
+
+    def __init__(self, inbox: Inbox, entry: _Entry) -> None:
+        self._inbox = inbox
+        self._entry = entry
+        self._opened = False
+        self._num_frames = 0
+        self._coverage = Coverage(inbox.layout, entry.num_tokens)
+
+    async def receive(self, header: Header, payload: Sequence[memoryview]) -> bool:
+        """See frames.Sink."""
+        entry = self._entry
+        if entry.complete:
+            self._inbox.counters.late += 1
+            return True
+        match header:
+            case Waiting():
+                pass
+            case Failed():
+                raise_failed(header)
+            case Opened() if not self._opened:
+                self._check_opened(header)
+                entry.region = await self._inbox.room.reserve(self._inbox.layout.entry_bytes(entry.num_tokens))
+                self._opened = True
+            case Frame() if self._opened:
+                self._check_frame(header, payload)
+                await self._write(header, payload)
+            case End() if self._opened:
+                self._check_end(header)
+                self._inbox._completed(entry)
+                return True
+            case _:
+                raise self._corrupt(f"unexpected {type(header).__name__}")
+        return False
+
+    def _check_opened(self, header: Opened) -> None:
+        t = self._entry.transfer
+        if (header.transfer_id, header.epoch, header.attempt) != (t.transfer_id, t.source.epoch, t.attempt):
+            raise TransferFencedError(f"asked for transfer {t.transfer_id} of epoch {t.source.epoch}, got {header.transfer_id}")
+        if header.format != FORMAT_BLOCKS:
+            raise LayoutMismatchError(f"payload format {header.format!r}, expected {FORMAT_BLOCKS!r}")
+        differences = self._inbox.layout.differences(header.layout)
+        if differences:
+            raise LayoutMismatchError(f"worker {t.source.worker} keeps its KV otherwise (mine != theirs): {'; '.join(differences)}")
+        if (header.num_tokens, header.token_hash) != (t.num_tokens, t.token_hash):
+            raise TransferFencedError(f"transfer {t.transfer_id} holds the KV of other tokens")
+
+    def _check_frame(self, header: Frame, payload: Sequence[memoryview]) -> None:
+        t = self._entry.transfer
+        if (header.transfer_id, header.epoch, header.attempt) != (t.transfer_id, t.source.epoch, t.attempt):
+            raise self._corrupt(f"a frame of transfer {header.transfer_id}")
+        if header.seq != self._num_frames:
+            raise self._corrupt(f"frame {header.seq} where {self._num_frames} is due")
+        fault = self._coverage.fault(header.rank, header.first_block, header.num_blocks)
+        if fault is None and self._coverage.count(header.rank, header.first_block, header.num_blocks):
+            fault = f"blocks {header.first_block}.. of rank {header.rank} came twice"
+        expected = header.num_blocks * self._inbox.layout.slab_bytes
+        if fault is None and not expected == header.num_bytes == sum(map(len, payload)):
+            fault = f"frame {header.seq} has {sum(map(len, payload))} bytes and says {header.num_bytes}, expected {expected}"
+        if fault is not None:
+            raise self._corrupt(fault)
+
+    async def _write(self, header: Frame, payload: Sequence[memoryview]) -> None:
+        entry, inbox = self._entry, self._inbox
+        start = inbox.layout.offset(entry.num_tokens, header.rank, header.first_block)
+        room = entry.writable()[start : start + header.num_bytes]
+        if header.num_bytes <= _INLINE_BYTES:
+            digest = copy_and_digest(room, payload)
+        else:
+            copy = asyncio.get_running_loop().run_in_executor(inbox._copier, copy_and_digest, room, payload)
+            digest = await _finished(copy)
+        if digest != header.digest:
+            raise self._corrupt(f"frame {header.seq} fails its checksum")
+        self._coverage.add(header.rank, header.first_block, header.num_blocks)
+        self._num_frames += 1
+        inbox.counters.frames += 1
+        inbox.counters.bytes += header.num_bytes
+
+    def _check_end(self, header: End) -> None:
+        if header.transfer_id != self._entry.transfer_id or header.num_frames != self._num_frames or not self._coverage.is_complete:
+            got = f"{self._num_frames} frames, {self._coverage.num_blocks} of {self._coverage.total_blocks} blocks"
+            raise self._corrupt(f"ended with {got}; the source says {header.num_frames} frames")
+
+    def _corrupt(self, why: str) -> TransferCorruptError:
+        return TransferCorruptError(f"transfer {self._entry.transfer_id}: {why}")
+
+
+async def _finished(copy: asyncio.Future[int]) -> int:
+    """The result of a copy in a thread. A cancel is obeyed only when the thread has left the memory."""
+    try:
+        return await asyncio.shield(copy)
+    except asyncio.CancelledError:
+        while not copy.done():
+            try:
+                await asyncio.wait({copy})
+            except asyncio.CancelledError:
+                continue
+        raise
+
+
+def _again(error: DisaggError) -> DisaggError:
+    """A fresh copy: one exception object must not be raised by several tasks."""
+    return from_wire(to_wire(error))

@@ -1,0 +1,375 @@
+"""The outbox: KV that a prefill engine has finished, until its reader has it.
+
+    open:    room is reserved (first come first served) -> the engine stages frames -> end_write
+    reader:  may come before open; gets Opened, then frames in the order staged, as they are staged, then End
+    end:     acked | released | expired (no reader for `lease_s` after the engine ended) | incomplete (the engine ended too early)
+    free:    ended AND the engine has ended writing AND no reader is left
+
+All methods belong to the worker's event loop. Outbox room is taken before inbox room (a puller reserves when `Opened` has come), so
+waiting for room cannot form a cycle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from disagg.errors import DisaggError, EngineError, TransferError, TransferFencedError
+from disagg.kv.api import OutboxEntry
+from disagg.kv.box import Box, Region, Room
+from disagg.kv.frames import FORMAT_BLOCKS, HEARTBEAT_S, Coverage, End, Frame, Header, Opened, Pull, Waiting
+from disagg.kv.layout import KvLayout
+from disagg.kv.lease import Leases, Tombstones
+from disagg.types import Transfer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class OutboxCounters:
+    """Since the start. `late`: calls and messages after a transfer's end; `refused`: reads; `duplicates`: blocks staged again."""
+
+    opened: int = 0
+    frames: int = 0
+    bytes: int = 0
+    acked: int = 0
+    released: int = 0
+    expired: int = 0
+    incomplete: int = 0
+    refused: int = 0
+    late: int = 0
+    duplicates: int = 0
+
+
+class Outbox:
+    """Entries in `box` for KV of `layout`, owned by the process life `epoch`.
+
+    A finished entry that nobody reads is fenced `lease_s` seconds after the engine ended, its last reader left or its owner renewed it.
+    A reader of a transfer that is not opened is refused after `lease_s`, too.
+    """
+
+    def __init__(self, box: Box, layout: KvLayout, epoch: str, lease_s: float = 30.0) -> None:
+        self.box = box
+        self.layout = layout
+        self.epoch = epoch
+        self.lease_s = lease_s
+        self.counters = OutboxCounters()
+        self._room = Room(box.num_bytes, "kv.outbox_gib")
+        self._entries: dict[str, _Entry] = {}
+        self._early: dict[str, set[Reader]] = {}  # readers that came before open
+        self._ended: Tombstones[str] = Tombstones()
+        self._leases = Leases(lease_s, self._expire)
+
+    @property
+    def free_bytes(self) -> int:
+        return self._room.free_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self._room.total_bytes
+
+    async def open(self, transfer: Transfer, owner: str = "") -> OutboxEntry:
+        """Room for `transfer`'s KV, as soon as there is some. `owner` (a gateway) can renew the lease later.
+
+        Raises TransferFencedError when the transfer has ended before (also while waiting), InvalidRequestError when the box is too small.
+        The caller must see to it that `end_write` is called on what it gets, whatever happens.
+        """
+        transfer_id = transfer.transfer_id
+        if transfer_id in self._entries or transfer_id in self._ended:
+            self.counters.late += 1
+            raise self._fenced(transfer_id, self._ended.get(transfer_id) or "open already")
+        entry = _Entry(self, transfer, owner)
+        self._entries[transfer_id] = entry
+        entry.readers |= self._early.pop(transfer_id, set())
+        for reader in entry.readers:
+            reader.entry = entry
+        try:
+            await entry.reserve(self._room)
+        except BaseException as error:
+            entry.writer_ended = True
+            if entry.ended is None:
+                self._end(entry, f"not opened: {error}" if isinstance(error, DisaggError) else "cancelled")
+            else:
+                self._settle(entry)
+            raise
+        if entry.ended is not None:  # released in the same instant
+            entry.writer_ended = True
+            self._settle(entry)
+            raise self._fenced(transfer_id, entry.ended)
+        self.counters.opened += 1
+        entry.wake()
+        return entry
+
+    def release(self, transfer_id: str) -> None:
+        """Nobody wants it: fence, end its reads at the next frame, free when the engine has ended. Idempotent; unknown is fine."""
+        entry = self._entries.get(transfer_id)
+        if entry is None:
+            self._ended.add(transfer_id, "released")
+            for reader in self._early.get(transfer_id, ()):
+                reader.wake()
+        elif entry.ended is None:
+            self.counters.released += 1
+            self._end(entry, "released")
+
+    def renew(self, owner: str = "") -> None:
+        """The owner lives: its running leases start again."""
+        for entry in self._entries.values():
+            if entry.owner == owner and entry.transfer_id in self._leases:
+                self._leases.start(entry.transfer_id)
+
+    @contextlib.contextmanager
+    def reader(self, pull: Pull) -> Iterator[Reader]:
+        """(for carriers) A reader of the transfer that `pull` asks for. Keep it until the peer has ended copying: it holds the bytes."""
+        reader = Reader(self, pull)
+        entry = self._entries.get(pull.transfer_id)
+        reader.entry = entry
+        (entry.readers if entry else self._early.setdefault(pull.transfer_id, set())).add(reader)
+        if entry is not None:
+            self._leases.stop(entry.transfer_id)
+        try:
+            yield reader
+        finally:
+            self._leave(reader)
+
+    def assert_empty(self) -> None:
+        """Assert that no transfer holds anything."""
+        assert not self._entries, f"outbox entries left: {list(self._entries)}"
+        assert not self._early, f"readers left: {self._early}"
+        self._room.assert_empty()
+
+    def close(self) -> None:
+        """End every transfer. The box is the caller's to close."""
+        for entry in list(self._entries.values()):
+            entry.end_write()
+            if entry.ended is None:
+                self._end(entry, "closed")
+
+    def refusal(self, pull: Pull) -> DisaggError | None:
+        """Why this outbox will not serve `pull`, or None (also when it is not open yet)."""
+        entry = self._entries.get(pull.transfer_id)
+        if pull.epoch != self.epoch:
+            return TransferFencedError(f"transfer {pull.transfer_id} is of epoch {pull.epoch}, this worker lives in epoch {self.epoch}")
+        if entry is None:
+            how = self._ended.get(pull.transfer_id)
+            return None if how is None else self._fenced(pull.transfer_id, how)
+        if entry.transfer.token_hash != pull.token_hash:
+            return TransferFencedError(f"transfer {pull.transfer_id} holds the KV of other tokens")
+        if entry.transfer.attempt != pull.attempt:
+            return TransferFencedError(f"transfer {pull.transfer_id} is of attempt {entry.transfer.attempt}, not {pull.attempt}")
+        return None if entry.ended is None else self._fenced(pull.transfer_id, entry.ended)
+
+    def _fenced(self, transfer_id: str, how: str) -> DisaggError:
+        if how.startswith("incomplete"):
+            return TransferError(f"transfer {transfer_id}: {how}")
+        return TransferFencedError(f"transfer {transfer_id} cannot be used: {how}")
+
+    def _expire(self, transfer_id: str) -> None:
+        entry = self._entries.get(transfer_id)
+        if entry is not None and entry.ended is None:
+            log.info("outbox: transfer %s expired: no reader for %.1f s", transfer_id, self.lease_s)
+            self.counters.expired += 1
+            self._end(entry, f"expired: no reader for {self.lease_s} s")
+
+    def _end(self, entry: _Entry, how: str) -> None:
+        """The transfer has reached its end, once: nothing new may use it, and it is freed when its last user leaves."""
+        entry.ended = how
+        self._ended.add(entry.transfer_id, how)
+        self._leases.stop(entry.transfer_id)
+        if entry.reserving is not None:
+            entry.reserving.cancel()
+        entry.wake()
+        self._settle(entry)
+
+    def _settle(self, entry: _Entry) -> None:
+        """Free what has no user any more; let the lease run for what waits for a reader."""
+        if not entry.writer_ended or entry.readers:
+            return
+        if entry.ended is None:
+            self._leases.start(entry.transfer_id)
+            return
+        if self._entries.pop(entry.transfer_id, None) is not None and entry.region is not None:
+            self._room.free(entry.region)
+
+    def _leave(self, reader: Reader) -> None:
+        entry = reader.entry
+        if entry is None:
+            waiting = self._early.get(reader.pull.transfer_id, set())
+            waiting.discard(reader)
+            if not waiting:
+                self._early.pop(reader.pull.transfer_id, None)
+            return
+        entry.readers.discard(reader)
+        self._settle(entry)
+
+    def _acknowledge(self, entry: _Entry) -> None:
+        if entry.ended is not None:
+            self.counters.late += 1
+            return
+        self.counters.acked += 1
+        self._end(entry, "acknowledged")
+
+
+class _Entry:
+    """One transfer in the outbox; what the engine sees of it is kv.api.OutboxEntry."""
+
+    def __init__(self, outbox: Outbox, transfer: Transfer, owner: str) -> None:
+        self.transfer = transfer
+        self.owner = owner
+        self.region: Region | None = None
+        self.reserving: asyncio.Task[Region] | None = None
+        self.frames: list[Frame] = []
+        self.coverage = Coverage(outbox.layout, transfer.num_tokens)
+        self.writer_ended = False
+        self.ended: str | None = None
+        self.readers: set[Reader] = set()
+        self._outbox = outbox
+
+    @property
+    def transfer_id(self) -> str:
+        return self.transfer.transfer_id
+
+    @property
+    def num_tokens(self) -> int:
+        return self.transfer.num_tokens
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._outbox.layout
+
+    @property
+    def offset(self) -> int:
+        assert self.region is not None
+        return self.region.offset
+
+    @property
+    def view(self) -> memoryview:
+        return self._outbox.box.buffer[self.offset : self.offset + self.layout.entry_bytes(self.num_tokens)]
+
+    def stage(self, rank: int, first_block: int, num_blocks: int, digest: int) -> None:
+        """See kv.api.OutboxEntry. Raises EngineError for a range that cannot be a frame, or that overlaps what is staged in part."""
+        counters = self._outbox.counters
+        if self.ended is not None or self.writer_ended:
+            counters.late += 1
+            return
+        fault = self.coverage.fault(rank, first_block, num_blocks)
+        present = 0 if fault else self.coverage.count(rank, first_block, num_blocks)
+        if fault is None and 0 < present < num_blocks:
+            fault = f"{present} of blocks {first_block}..{first_block + num_blocks - 1} of rank {rank} are staged already"
+        if fault is not None:
+            raise EngineError(f"transfer {self.transfer_id}: cannot stage: {fault}")
+        if present:
+            counters.duplicates += 1
+            return
+        self.coverage.add(rank, first_block, num_blocks)
+        num_bytes = num_blocks * self.layout.slab_bytes
+        t = self.transfer
+        self.frames.append(
+            Frame(t.transfer_id, self._outbox.epoch, t.attempt, len(self.frames), rank, first_block, num_blocks, digest, num_bytes)
+        )
+        counters.frames += 1
+        counters.bytes += num_bytes
+        self.wake()
+
+    def end_write(self) -> None:
+        """See kv.api.OutboxEntry."""
+        if self.writer_ended:
+            return
+        self.writer_ended = True
+        if self.ended is None and not self.coverage.is_complete:
+            self._outbox.counters.incomplete += 1
+            staged = f"{self.coverage.num_blocks} of {self.coverage.total_blocks} blocks"
+            self._outbox._end(self, f"incomplete: the prefill ended after {staged}")
+        else:
+            self._outbox._settle(self)
+
+    async def reserve(self, room: Room) -> None:
+        """Wait for the entry's room. A release meanwhile ends the wait with TransferFencedError."""
+        num_bytes = self.layout.entry_bytes(self.num_tokens)
+        self.region = room.try_reserve(num_bytes)
+        if self.region is not None:
+            return
+        self.reserving = asyncio.ensure_future(room.reserve(num_bytes))
+        try:
+            self.region = await self.reserving
+        except asyncio.CancelledError:
+            if self.reserving.done() and not self.reserving.cancelled():  # granted in the same instant as the cancel
+                self.region = self.reserving.result()
+            task = asyncio.current_task()
+            if self.ended is not None and (task is None or not task.cancelling()):
+                raise self._outbox._fenced(self.transfer_id, self.ended) from None
+            raise
+        finally:
+            self.reserving = None
+
+    def wake(self) -> None:
+        """Let the readers look again."""
+        for reader in self.readers:
+            reader.wake()
+
+
+class Reader:
+    """One peer's reading of one transfer (for carriers): `next` gives what to send, `payload` the bytes of a frame."""
+
+    def __init__(self, outbox: Outbox, pull: Pull) -> None:
+        self.pull = pull
+        self.entry: _Entry | None = None
+        self._outbox = outbox
+        self._changed: asyncio.Future[None] | None = None
+        self._open_by_s = asyncio.get_running_loop().time() + outbox.lease_s
+        self._sent_opened = False
+        self._num_sent = 0
+
+    async def next(self, heartbeat_s: float = HEARTBEAT_S) -> Header:
+        """Opened, then frames as they are staged, at last End; Waiting when there was nothing new for `heartbeat_s`.
+
+        Raises TransferFencedError when the transfer is refused or has ended, TransferError when its engine ended too early.
+        """
+        header = self._poll()
+        if header is not None:
+            return header
+        self._changed = asyncio.get_running_loop().create_future()
+        timeout_s = heartbeat_s
+        if self.entry is None:
+            timeout_s = max(0.0, min(heartbeat_s, self._open_by_s - asyncio.get_running_loop().time()))
+        try:
+            await asyncio.wait({self._changed}, timeout=timeout_s)
+        finally:
+            self._changed = None
+        return self._poll() or Waiting()
+
+    def payload(self, frame: Frame) -> memoryview:
+        """The bytes of a frame that `next` gave; valid while this reader is held."""
+        assert self.entry is not None
+        start = self.entry.offset + self._outbox.layout.offset(self.entry.num_tokens, frame.rank, frame.first_block)
+        return self._outbox.box.buffer[start : start + frame.num_bytes]
+
+    def acknowledge(self) -> None:
+        """The peer has everything, verified. Later ones are counted and ignored."""
+        if self.entry is not None:
+            self._outbox._acknowledge(self.entry)
+
+    def wake(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    def _poll(self) -> Header | None:
+        refusal = self._outbox.refusal(self.pull)
+        entry = self.entry
+        if refusal is None and entry is None and asyncio.get_running_loop().time() >= self._open_by_s:
+            refusal = TransferFencedError(f"transfer {self.pull.transfer_id} was not opened within {self._outbox.lease_s} s")
+        if refusal is not None:
+            self._outbox.counters.refused += 1
+            raise refusal
+        if entry is None or entry.region is None:
+            return None
+        if not self._sent_opened:
+            self._sent_opened = True
+            t, layout = entry.transfer, self._outbox.layout
+            return Opened(t.transfer_id, self._outbox.epoch, t.attempt, t.token_hash, t.num_tokens, FORMAT_BLOCKS, layout, entry.offset)
+        if self._num_sent < len(entry.frames):
+            self._num_sent += 1
+            return entry.frames[self._num_sent - 1]
+        return End(entry.transfer_id, len(entry.frames)) if entry.coverage.is_complete else None
