@@ -133,8 +133,6 @@ class VerdictReport(_Strict):
 class Result(_Strict):
     """The whole of result.json."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
-
     schema_version: Literal[1] = Field(1, alias="schema")
     workload: dict[str, Any]
     environment: dict[str, Any]

@@ -2,9 +2,9 @@
 
 Both arms got the same requests, so requests are compared in pairs. A difference counts when (1) the 95 % bootstrap interval of the
 difference, requests resampled as pairs, lies on one side of zero; (2) it is larger than what nobody would act on (`floor`: 2 points of
-attainment, 5 % of a latency); (3) no round shows the opposite. Measures decide in a fixed order: SLO attainment, the tail of the inter-token
-gaps, TPOT, TTFT, throughput. The first that differs chooses the arm; the reason also says what that arm does worse. When none differs, the
-verdict is "either".
+attainment, 5 % of a latency); (3) no round shows the opposite. Measures decide in a fixed order: SLO attainment, the tail of the
+inter-token gaps, TPOT, TTFT, throughput. The first that differs chooses the arm; the reason also says what that arm does worse. When none
+differs, the verdict is "either".
 """
 
 from __future__ import annotations

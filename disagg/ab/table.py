@@ -1,0 +1,100 @@
+"""The result as a table for people: at most 100 columns, the same text in a terminal and in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from disagg.ab.result import ClassFigures, Distribution, Figures, Result
+
+ABSENT = "–"
+WIDTH = 100
+
+
+def render(result: Result) -> RenderableType:
+    """Table, warnings and verdict."""
+    names = list(result.arms)
+    arms = [result.arms[name] for name in names]
+    table = Table(title=_title(result), title_justify="left", min_width=WIDTH - 10)
+    table.add_column("")
+    for name in names:
+        table.add_column(name, justify="right")
+    for label, show in _ALL:
+        table.add_row(label, *(show(arm) for arm in arms))
+    for class_name in dict.fromkeys(c for arm in arms for c in arm.classes):
+        figures = [arm.classes[class_name] for arm in arms if class_name in arm.classes]
+        table.add_section()
+        table.add_row(f"[bold]{escape(class_name)}[/] {_targets(figures[0])}")
+        for label, show in _CLASS:
+            table.add_row(f"  {label}", *(show(f) for f in figures))
+    lines: list[RenderableType] = [table]
+    if any(ABSENT in show(arm) for _, show in _ALL for arm in arms):
+        lines.append(Text(f"{ABSENT}  too few samples for this percentile (p95 needs 20, p99 100, p99.9 1,000)", style="dim"))
+    lines += [Text(f"warning: {w}", style="yellow") for w in result.warnings]
+    lines.append(Text.assemble(("verdict: ", "bold"), (result.verdict.choose, "bold green"), "\n", result.verdict.reason))
+    return Group(*lines)
+
+
+def _title(result: Result) -> str:
+    environment = result.environment
+    rounds = len(result.rounds)
+    return (
+        f"{result.workload.get('name')} on {environment.get('model')}: {rounds} round{'s' if rounds > 1 else ''}, {environment.get('cpu')}"
+    )
+
+
+def _targets(figures: ClassFigures) -> str:
+    targets = [
+        f"{name} {t * 1e3:,.0f} ms" for name, t in (("TTFT", figures.ttft_target_s), ("TPOT", figures.tpot_target_s)) if t is not None
+    ]
+    return f"(SLO {', '.join(targets)})" if targets else "(no SLO)"
+
+
+def _ms(*values: float | None) -> str:
+    if all(v is None for v in values):
+        return ABSENT
+    return " / ".join(ABSENT if v is None else f"{v * 1e3:,.1f}" if v < 0.0995 else f"{v * 1e3:,.0f}" for v in values) + " ms"
+
+
+def _body(d: Distribution) -> str:
+    return _ms(d.p50, d.p95, d.p99)
+
+
+def _tail(d: Distribution) -> str:
+    return _ms(d.p50, d.p99, d.p999, d.max)
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return ABSENT if value is None else f"{value:,.{digits}f}"
+
+
+def _share(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:.1%}"
+
+
+_Row = tuple[str, Callable[[Figures], str]]
+
+_LATENCIES: Sequence[_Row] = (
+    ("TTFT p50 / p95 / p99", lambda f: _body(f.ttft_s)),
+    ("TTFT max", lambda f: _ms(f.ttft_s.max)),
+    ("TPOT p50 / p95 / p99", lambda f: _body(f.tpot_s)),
+    ("ITL p50 / p99 / p99.9 / max", lambda f: _tail(f.itl_s)),
+)
+_ALL: Sequence[_Row] = (
+    ("sent / completed", lambda f: f"{f.sent:,} / {f.completed:,}"),
+    ("rejected / failed", lambda f: f"{f.rejected:,} / {f.failed:,}"),
+    ("within SLO", lambda f: _share(f.slo_attainment)),
+    *_LATENCIES,
+    ("E2E p50 / p95 / p99", lambda f: _body(f.e2e_s)),
+    ("output tokens/s (input)", lambda f: f"{_number(f.output_tokens_per_s)} ({_number(f.input_tokens_per_s)})"),
+    ("mean tokens in / out", lambda f: f"{_number(f.mean_input_tokens, 0)} / {_number(f.mean_output_tokens, 0)}"),
+    ("mean concurrency", lambda f: _number(f.mean_concurrency, 2)),
+)
+_CLASS: Sequence[_Row] = (
+    ("sent, within SLO", lambda f: f"{f.sent:,}, {_share(f.slo_attainment)}"),
+    *_LATENCIES,
+)

@@ -1,0 +1,322 @@
+"""From rows to result.json, verdict and table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from disagg import slo
+from disagg.ab.arms import arm_topologies, can_be_resident, known_context, most_workers
+from disagg.ab.out import OutFolder
+from disagg.ab.result import Result, RoundReport, arm_figures, read_result
+from disagg.ab.rows import Row, RowFile, read_rows
+from disagg.ab.run import verdict_report
+from disagg.ab.table import render
+from disagg.ab.verdict import judge
+from disagg.config import SloClass, Topology, parse_topology
+from disagg.errors import ConfigError
+from disagg.types import Mode
+
+CLASSES = (SloClass(name="chat", ttft_ms=500, tpot_ms=60), SloClass(name="document"))
+
+
+def row(index: int = 0, *, ttft: float = 0.2, gaps: tuple[float, ...] = (0.02,) * 9, sent: float | None = None, **changes: object) -> Row:
+    sent = float(index) if sent is None else sent
+    token_s = [sent + ttft]
+    for gap in gaps:
+        token_s.append(token_s[-1] + gap)
+    base = Row(
+        arm="disagg",
+        round=1,
+        index=index,
+        stream="chat",
+        slo_class="chat",
+        input_tokens=64,
+        max_output_tokens=len(token_s),
+        prompt_digest="0",
+        due_s=sent,
+        sent_s=sent,
+        end_s=token_s[-1],
+        token_s=tuple(token_s),
+        outcome="completed",
+    )
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+def arm(name: str, *, stall: float, ttft: float, seed: int = 0, rounds: int = 2, count: int = 40) -> list[Row]:
+    """Chats of which every fifth has one long gap."""
+    rng = random.Random(seed)
+    rows = []
+    for round_ in range(1, rounds + 1):
+        for i in range(count):
+            gaps = [rng.uniform(0.018, 0.022) for _ in range(30)]
+            if i % 5 == 0:
+                gaps[rng.randrange(30)] += stall
+            rows.append(row(i, ttft=ttft * rng.uniform(0.8, 1.2), gaps=tuple(gaps), arm=name, round=round_))
+    return rows
+
+
+def test_failed_requests_are_misses_and_never_latencies():
+    rows = [
+        row(0),
+        row(1, outcome="rejected", token_s=(), end_s=1.1, error="RejectedError"),
+        row(2, outcome="failed", token_s=(9.0, 99.0), end_s=99.0, error="WorkerLostError"),
+        row(3, ttft=0.9),
+    ]
+    figures = arm_figures(rows, CLASSES, None)
+    assert (figures.sent, figures.completed, figures.rejected, figures.failed) == (4, 2, 1, 1)
+    assert figures.errors == {"RejectedError": 1, "WorkerLostError": 1}
+    assert figures.slo_attainment == 0.25
+    assert figures.ttft_s.count == 2
+    assert figures.ttft_s.max == pytest.approx(0.9)
+    assert figures.itl_s.max == pytest.approx(0.02)
+    assert figures.output_tokens_per_s == pytest.approx(20 / 99)
+    assert figures.input_tokens_per_s == pytest.approx(128 / 99)
+
+
+def test_one_token_answers_count_in_ttft_only():
+    figures = arm_figures([row(0, gaps=()), row(1)], CLASSES, None)
+    assert (figures.ttft_s.count, figures.tpot_s.count, figures.itl_s.count, figures.e2e_s.count) == (2, 1, 9, 2)
+    assert figures.slo_attainment == 1.0
+
+
+def test_spans_of_rounds_add_up_without_the_pause_between():
+    rows = [row(0, round=1), row(1, round=1), row(0, round=2), row(5, round=2)]
+    first, second = (1 + 0.2 + 0.18), (5 + 0.2 + 0.18)
+    figures = arm_figures(rows, CLASSES, None)
+    assert figures.span_s == pytest.approx(first + second)
+    assert figures.mean_concurrency == pytest.approx(4 * 0.38 / (first + second))
+
+
+def test_classes_are_broken_down_with_their_own_targets():
+    rows = [row(0), row(1, ttft=0.9), row(2, slo_class="document", ttft=5.0)]
+    figures = arm_figures(rows, CLASSES, None)
+    assert figures.slo_attainment == pytest.approx(2 / 3)
+    assert figures.classes["chat"].slo_attainment == 0.5
+    assert figures.classes["document"].slo_attainment == 1.0
+    assert (figures.classes["chat"].ttft_target_s, figures.classes["document"].ttft_target_s) == (0.5, None)
+    assert sum(c.sent for c in figures.classes.values()) == figures.sent
+    assert list(arm_figures([row(0)], CLASSES, None).classes) == ["chat"]
+
+
+def test_littles_law_is_checked_against_the_senders_count():
+    rows = [row(i) for i in range(10)]
+    expected = 10 * 0.38 / (9 + 0.38)
+    law = arm_figures(rows, CLASSES, [expected * 1.01]).littles_law
+    assert law is not None
+    assert law.expected == pytest.approx(expected)
+    assert law.agrees
+    off = arm_figures(rows, CLASSES, [expected * 1.2]).littles_law
+    assert off is not None
+    assert not off.agrees
+
+
+def test_an_arm_that_completed_nothing_has_figures_too():
+    rows = [row(i, outcome="failed", token_s=(), error="GatewayUnreachableError") for i in range(3)]
+    figures = arm_figures(rows, CLASSES, [0.0])
+    assert (figures.failed, figures.slo_attainment, figures.ttft_s.mean, figures.mean_input_tokens) == (3, 0.0, None, None)
+    verdict = judge(rows, [row(i, arm="colocated") for i in range(3)], CLASSES)
+    assert verdict.reason
+
+
+def test_rows_survive_the_file_digit_for_digit(tmp_path: Path):
+    rows = [row(0), row(1, outcome="failed", error="E", message="m", token_s=(), attempts=2), row(2, sent=1 / 3)]
+    with RowFile(tmp_path / "requests.jsonl") as file:
+        for r in rows:
+            file.append(r)
+    assert read_rows(tmp_path / "requests.jsonl") == rows
+
+
+def test_a_cut_last_line_is_ignored_and_any_other_fault_names_its_line(tmp_path: Path):
+    path = tmp_path / "requests.jsonl"
+    with RowFile(path) as file:
+        file.append(row(0))
+        file.append(row(1))
+    text = path.read_text()
+    path.write_text(text[:-30])
+    assert read_rows(path) == [row(0)]
+    for fault in ("{}\n", "not json\n", json.dumps({**dataclasses.asdict(row(0)), "outcome": "fine"}) + "\n", '{"arm": 1, "colour": 2}\n'):
+        path.write_text(text + fault)
+        with pytest.raises(ConfigError, match="line 3"):
+            read_rows(path)
+    with pytest.raises(ConfigError, match=r"absent\.jsonl"):
+        read_rows(tmp_path / "absent.jsonl")
+
+
+def test_long_gaps_in_one_arm_choose_the_other_and_a_worse_ttft_is_said():
+    verdict = judge(arm("disagg", stall=0, ttft=0.4, seed=1), arm("colocated", stall=0.5, ttft=0.2, seed=2), CLASSES)
+    assert verdict.choose == "disagg"
+    gaps = next(c for c in verdict.comparisons if c.measure.startswith("ITL"))
+    assert gaps.better == "disagg"
+    assert gaps.high < 0
+    assert gaps.colocated > 0.4 > 0.05 > gaps.disagg
+    assert re.search(r"TTFT p95 \d+ ms disagg, \d+ ms colocated: worse with disagg", verdict.reason)
+    mirrored = judge(arm("disagg", stall=0.5, ttft=0.2, seed=2), arm("colocated", stall=0, ttft=0.4, seed=1), CLASSES)
+    assert mirrored.choose == "colocated"
+
+
+def test_attainment_decides_before_the_gaps():
+    slow_first = arm("disagg", stall=0, ttft=0.9, seed=1)
+    verdict = judge(slow_first, arm("colocated", stall=0.05, ttft=0.2, seed=2), CLASSES)
+    assert verdict.choose == "colocated"
+    assert verdict.comparisons[0].measure == "SLO attainment"
+    assert verdict.comparisons[0].better == "colocated"
+    assert "worse with colocated" in verdict.reason
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_equal_arms_show_no_difference(seed: int):
+    verdict = judge(arm("disagg", stall=0.3, ttft=0.3, seed=seed), arm("colocated", stall=0.3, ttft=0.3, seed=seed + 100), CLASSES)
+    assert verdict.choose == "either"
+    assert verdict.reason.startswith("No difference is shown")
+
+
+def test_a_difference_that_one_round_contradicts_is_none():
+    ours = arm("disagg", stall=0, ttft=0.9, rounds=1) + [dataclasses.replace(r, round=2) for r in arm("x", stall=0, ttft=0.1, rounds=1)]
+    theirs = arm("colocated", stall=0, ttft=0.2, rounds=2)
+    ttft = next(c for c in judge(ours, theirs, (SloClass(name="chat"),)).comparisons if c.measure.startswith("TTFT"))
+    assert ttft.disagg > ttft.colocated
+    assert ttft.better is None
+
+
+def test_lower_throughput_in_every_round_is_shown():
+    slow = [dataclasses.replace(r, end_s=r.end_s + 30) for r in arm("disagg", stall=0, ttft=0.2)]
+    comparison = judge(slow, arm("colocated", stall=0, ttft=0.2), CLASSES).comparisons[-1]
+    assert (comparison.measure, comparison.better) == ("throughput", "colocated")
+
+
+def make_result() -> Result:
+    arms = {"disagg": arm("disagg", stall=0, ttft=0.4), "colocated": arm("colocated", stall=0.5, ttft=0.2)}
+    figures = {name: arm_figures(rows, CLASSES, [1.0, 1.0]) for name, rows in arms.items()}
+    return Result(
+        schema=1,
+        workload={"name": "test"},
+        environment={"model": "a-model", "cpu": "A Rather Long Name of a Processor @ 2.00GHz with many words"},
+        rounds=[RoundReport(round=1, order=["disagg", "colocated"], sender={})],
+        arms=figures,
+        verdict=verdict_report(judge(arms["disagg"], arms["colocated"], CLASSES)),
+        warnings=["a warning [with brackets]"],
+    )
+
+
+def test_result_json_has_the_documented_keys_and_reads_back(tmp_path: Path):
+    result = make_result()
+    path = tmp_path / "result.json"
+    path.write_text(result.to_json())
+    raw = json.loads(path.read_text())
+    assert raw["schema"] == 1
+    assert {"workload", "environment", "arms", "verdict"} <= raw.keys()
+    for figures in raw["arms"].values():
+        assert {"sent", "completed", "rejected", "failed", "ttft_s", "tpot_s", "itl_s", "e2e_s", "slo_attainment"} <= figures.keys()
+        assert {"output_tokens_per_s", "input_tokens_per_s", "mean_concurrency", "classes"} <= figures.keys()
+        assert {"mean", "p50", "p90", "p95", "p99", "max"} <= figures["ttft_s"].keys()
+    assert raw["verdict"]["choose"] in {"disagg", "colocated", "either"}
+    assert read_result(path) == result
+    path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
+    with pytest.raises(ConfigError, match="schema"):
+        read_result(path)
+
+
+def test_the_table_fits_100_columns_and_is_plain_in_a_pipe(capsys: pytest.CaptureFixture[str]):
+    Console(width=100).print(render(make_result()))
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+    for word in (
+        "TTFT p50 / p95 / p99",
+        "ITL p50 / p99 / p99.9 / max",
+        "within SLO",
+        "verdict: disagg",
+        "a warning [with brackets]",
+        "chat",
+    ):
+        assert word in text
+
+
+def test_an_older_result_is_kept(tmp_path: Path):
+    out = OutFolder(tmp_path / "out")
+    assert out.moved_to is None
+    out.requests.write_text("rows")
+    out.write_result("first")
+    moved = [OutFolder(tmp_path / "out").moved_to]
+    out.write_result("second")
+    moved.append(OutFolder(tmp_path / "out").moved_to)
+    assert not out.result.exists()
+    assert moved[0] is not None
+    assert moved[1] is not None
+    assert (moved[0] / "requests.jsonl").read_text() == "rows"
+    assert [(m / "result.json").read_text() for m in moved if m is not None] == ["first", "second"]
+
+
+def test_an_out_folder_that_cannot_be_written(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
+        with pytest.raises(ConfigError, match=r"--out.*cannot be written"):
+            OutFolder(path)
+
+
+def topology(**pools: dict) -> Topology:
+    raw = {"prefill": {"count": 1}, "decode": {"count": 1}, **pools}
+    return parse_topology({"model": "m", "pools": raw, "gateway": {"port": 8500}, "kv": {"port": 7000}})
+
+
+def test_arms_have_the_same_hardware_and_their_own_ports():
+    arms = arm_topologies(topology(prefill={"count": 2}, colocated={"count": 3, "args": {"max_num_batched_tokens": 256}}))
+    assert [arms[m].mode for m in (Mode.DISAGG, Mode.COLOCATED)] == ["disagg", "colocated"]
+    assert len({a.name for a in arms.values()}) == 2
+    assert all(a.gateway.port == 0 and a.kv.port == 0 for a in arms.values())
+    assert arms[Mode.COLOCATED].pools.colocated is not None
+    assert (most_workers(arms[Mode.DISAGG]), most_workers(arms[Mode.COLOCATED])) == (2, 3)
+    assert can_be_resident(arms)
+    gpus = {"count": 1, "gpus": 1}
+    assert not can_be_resident(arm_topologies(topology(prefill=gpus, decode=gpus)))
+
+
+@pytest.mark.parametrize(
+    ("pools", "key"),
+    [
+        ({"colocated": {"count": 3}}, "pools.colocated.count"),
+        ({"colocated": {"count": 2, "cores": 2}}, "pools.colocated.cores"),
+        ({"colocated": {"count": 2, "gpus": 1}}, "pools.colocated.gpus"),
+    ],
+)
+def test_unequal_hardware_is_refused(pools: dict, key: str):
+    with pytest.raises(ConfigError, match="as many as prefill and decode have together") as caught:
+        arm_topologies(topology(**pools))
+    assert caught.value.key == key
+
+
+def test_the_colocated_chunk_is_a_setting():
+    base = topology(prefill={"count": 1, "args": {"max_num_batched_tokens": 512}})
+    arms = arm_topologies(base, colocated_chunk=128)
+    assert [p.args.get("max_num_batched_tokens") for p in arms[Mode.COLOCATED].active_pools().values()] == [128]
+    assert [p.args.get("max_num_batched_tokens") for p in arms[Mode.DISAGG].active_pools().values()] == [512, None]
+    with pytest.raises(ConfigError, match="--colocated-chunk"):
+        arm_topologies(base, colocated_chunk=0)
+    simulated = parse_topology({"model": "m", "engine": {"kind": "simulated"}, "pools": {"prefill": {"count": 1}, "decode": {"count": 1}}})
+    (pool,) = arm_topologies(simulated, colocated_chunk=128)[Mode.COLOCATED].active_pools().values()
+    assert pool.simulated["max_num_batched_tokens"] == 128
+
+
+def test_the_context_is_known_early_where_the_topology_names_it():
+    assert known_context(arm_topologies(topology())) is None
+    assert known_context(arm_topologies(topology(decode={"count": 1, "args": {"max_model_len": 4096}}))) == 4096
+
+
+def test_an_ab_needs_both_pools():
+    only = parse_topology({"model": "m", "mode": "colocated", "pools": {"colocated": {"count": 2}}})
+    with pytest.raises(ConfigError, match=r"pools\.prefill"):
+        arm_topologies(only)
+
+
+def test_percentiles_of_the_result_are_those_of_slo():
+    rows = arm("disagg", stall=0.3, ttft=0.3, count=50)
+    figures = arm_figures(rows, CLASSES, None)
+    assert figures.itl_s.p999 == slo.percentile([g for r in rows for g in r.itl_s], 99.9)
+    assert figures.ttft_s.p99 == slo.percentile([r.ttft_s or 0 for r in rows], 99)
