@@ -17,6 +17,9 @@ def simulated_layout(settings: SimulatedSettings) -> KvLayout:
         raise ConfigError(
             key="simulated.kv_bytes_per_token", value=settings.kv_bytes_per_token, expected=f"a multiple of tp ({settings.tp})"
         )
+    if settings.eos_token_id >= settings.vocab_size:
+        expected = f"an id below vocab_size ({settings.vocab_size})"
+        raise ConfigError(key="simulated.eos_token_id", value=settings.eos_token_id, expected=expected)
     return KvLayout(
         model=f"simulated:{find_shape(settings.shape).name}:{settings.vocab_size}",
         backend="simulated",

@@ -148,8 +148,7 @@ class MemoryReport:
 
 def check_tp(shape: ModelShape, tp: int) -> None:
     """Raises ConfigError when the heads of `shape` cannot be divided over `tp` devices."""
-    kv_divides = shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0
-    if tp < 1 or shape.num_heads % tp or not kv_divides:
+    if tp < 1 or not _tp_is_valid(shape, tp):
         degrees = [d for d in range(1, shape.num_heads + 1) if _tp_is_valid(shape, d)]
         expected = f"a degree that divides {shape.num_heads} heads and {shape.num_kv_heads} KV heads of {shape.name}: {degrees}"
         raise ConfigError(key="tp", value=tp, expected=expected)
