@@ -1,9 +1,9 @@
 """May a request enter now, wait, or not at all? Pure; every answer says why.
 
-    decide -> Admit(route)          room now, and nobody waits who goes before it
-           -> Queue                 room later
-           -> Reject(retry_after)   the queue is full
-           raises InvalidRequestError when no worker could ever hold it
+decide -> Admit(route)          room now, and nobody waits who goes before it
+       -> Queue                 room later
+       -> Reject(retry_after)   the queue is full
+       raises InvalidRequestError when no worker could ever hold it
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def check_fits(request: Request, view: PoolView) -> None:
         raise InvalidRequestError(
             field="max_tokens",
             value=request.sampling.max_tokens,
-            expected=f"at most {largest - request.num_prompt_tokens} with this prompt: the largest KV cache of a worker holds {largest} tokens",
+            expected=f"at most {largest - request.num_prompt_tokens} with this prompt (the largest KV cache of a worker: {largest} tokens)",
         )
     if request.remaining_tokens > 1 and view.mode is Mode.DISAGG:
         _check_boxes(context, view)

@@ -62,7 +62,9 @@ def _pick_colocated(request: Request, need: Need, view: PoolView, settings: Admi
     if best is None:
         return NoRoute(f"all {len(view.prefill_workers)} workers are full", no_worker=False)
     w = best[1]
-    return Route(w.name, w.name, f"{w.name}: {w.waiting_tokens} tokens ahead, {w.running_requests} running, {w.free_kv_tokens} KV tokens free")
+    return Route(
+        w.name, w.name, f"{w.name}: {w.waiting_tokens} tokens ahead, {w.running_requests} running, {w.free_kv_tokens} KV tokens free"
+    )
 
 
 def _pick_pair(request: Request, need: Need, view: PoolView, settings: AdmissionSettings, avoid: Container[str]) -> Route | NoRoute:
@@ -92,9 +94,7 @@ def _pick_pair(request: Request, need: Need, view: PoolView, settings: Admission
     return Route(p.name, d.name, reason)
 
 
-def _candidates(
-    p: WorkerView, ranked_sinks: list[tuple[float, float, str, WorkerView]]
-) -> Iterable[tuple[float, float, str, WorkerView]]:
+def _candidates(p: WorkerView, ranked_sinks: list[tuple[float, float, str, WorkerView]]) -> Iterable[tuple[float, float, str, WorkerView]]:
     """The best sink of all and the best on p's host: no other can be the best pair for p."""
     yield ranked_sinks[0]
     near = next((item for item in ranked_sinks if item[3].host_id == p.host_id), None)

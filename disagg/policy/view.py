@@ -58,8 +58,9 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """All live workers at one instant, and the model that they serve."""
+    """All live workers at the monotonic instant `at_s`, and the model that they serve."""
 
+    at_s: float
     mode: Mode
     model: ModelInfo
     workers: tuple[WorkerView, ...]
