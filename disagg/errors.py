@@ -194,6 +194,9 @@ def from_wire(data: bytes) -> DisaggError:
     try:
         fields = json.loads(data)
         cls = _tree(DisaggError)[fields.pop("type")]
-        return cls(fields.pop("message"), **fields)
+        error = cls(fields.pop("message"), **fields)
     except (ValueError, KeyError, TypeError, AttributeError):
         return DisaggError(data[:500].decode(errors="replace"))
+    if isinstance(error, (InvalidRequestError, ConfigError)):
+        error.value = fields["value"]  # rendered once, by the first constructor
+    return error

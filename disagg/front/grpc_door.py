@@ -27,7 +27,7 @@ from disagg.pb import inference_pb2 as pb
 from disagg.pb.inference_pb2_grpc import InferenceServicer
 from disagg.policy.view import PoolView
 from disagg.serving.timeline import Timeline
-from disagg.types import FinishReason, Request, Role, Route, Token, new_id
+from disagg.types import FinishReason, Phase, Request, Role, Route, Token, new_id
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,10 @@ class Run(Protocol):
 
     def chunks(self) -> Chunks:
         """The answer. Closing it cancels everywhere."""
+        ...
+
+    def end(self, phase: Phase) -> None:
+        """Say how the request ended; only the first word counts."""
         ...
 
 
@@ -160,6 +164,8 @@ class InferenceDoor(InferenceServicer):
                 num_tokens += len(part.tokens)
                 if part.finish is not None:
                     last = part
+                    # A stop string ends an answer that its workers would go on with: whole, and not cancelled.
+                    run.end(Phase.FINISHED)
                     break
                 await _write(context, _response(request.request_id, part))
         if last is None:

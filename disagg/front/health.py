@@ -6,6 +6,7 @@ balancers and Kubernetes probes ask it.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from disagg.policy.view import PoolView
 from disagg.serving.signal import Signal
 
+WATCH_INTERVAL_S = 0.2
+
 NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
@@ -23,7 +26,7 @@ class WatchedPools(Protocol):
     """Live workers, and an event when they change (serving/pool.py)."""
 
     @property
-    def changed(self) -> Signal: ...
+    def changes(self) -> Signal: ...
 
     def view(self, now_s: float) -> PoolView: ...
 
@@ -44,7 +47,7 @@ class HealthDoor(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def close(self) -> None:
         """NOT_SERVING from now on, so that balancers turn away while running requests end."""
         self._closing = True
-        self._pools.changed.fire()
+        self._pools.changes.fire()
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
         if request.service not in self._services:
@@ -55,7 +58,7 @@ class HealthDoor(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - the name of the RPC
         said = None
         while True:
-            changed = self._pools.changed.next()
+            changed = self._pools.changes.next()
             status = self._status(request.service)
             if status != said:
                 said = status
@@ -63,6 +66,8 @@ class HealthDoor(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             if self._closing:
                 return
             await changed.wait()
+            # Workers report many times a second; a watcher wants to know of losses.
+            await asyncio.sleep(WATCH_INTERVAL_S)
 
     def _status(self, service: str) -> Any:
         response = health_pb2.HealthCheckResponse

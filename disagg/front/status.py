@@ -15,7 +15,6 @@ from disagg.errors import (
     InvalidRequestError,
     RejectedError,
     UnavailableError,
-    shorten,
     to_wire,
 )
 
@@ -64,5 +63,5 @@ def _bounded_wire(error: DisaggError) -> bytes:
     data = to_wire(error)
     if len(data) <= MAX_ERROR_BYTES:
         return data
-    cut = {key: shorten(value, 400) if isinstance(value, str) else value for key, value in json.loads(data).items()}
+    cut = {key: f"{value[:400]}..." if isinstance(value, str) and len(value) > 400 else value for key, value in json.loads(data).items()}
     return json.dumps(cut).encode()
