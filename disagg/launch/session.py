@@ -1,0 +1,197 @@
+"""A Ray to place workers in: one of our own on this machine, or a cluster that runs already.
+
+A local Ray is lean (no dashboard, no idle workers started ahead, a small object store that is a file); its files lie in one
+temporary folder, and its processes carry a mark by which they can be found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import ray
+import ray._private.worker as ray_worker
+from ray._private import services
+from ray._private.state import available_resources_per_node
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.exceptions import RpcError
+
+from disagg.config import Topology
+from disagg.errors import ConfigError
+from disagg.launch.doctor import gpu_names
+from disagg.launch.placement import Host, place, worker_specs
+from disagg.launch.processes import MARK, end, find_marked
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = "disagg"
+LOCAL_HOST = "127.0.0.1"
+OBJECT_STORE_BYTES = 80 << 20  # Ray's floor is 75 MiB; nothing of ours goes through it
+CONNECT_TIMEOUT_S = 5.0
+_LONGEST_TEMP_DIR = 40  # Ray's socket paths below it must stay under the kernel's 107 bytes
+_SYSTEM_CONFIG = {
+    "enable_worker_prestart": False,
+    # A worker process that is killed takes its children (an engine's processes) with it.
+    "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
+}
+
+
+class RaySession:
+    """This process's connection to Ray; at most one at a time. Use it in a `with`, or call `close`.
+
+    A local Ray ends with the thread that started it: call `start` from a thread that lives as long as the session.
+    """
+
+    def __init__(self, address: str, mark: str | None, temp_dir: Path | None) -> None:
+        self.address = address
+        self.mark = mark
+        self.temp_dir = temp_dir
+
+    @property
+    def is_local(self) -> bool:
+        """True when this session started its Ray and ends it."""
+        return self.mark is not None
+
+    @classmethod
+    def start(cls, topologies: Sequence[Topology], address: str | None = None) -> RaySession:
+        """Connect to the Ray at `address` ("auto" or HOST:PORT), or start one here with cores for all `topologies` together.
+
+        Each topology alone must fit this machine: arms of a comparison share its cores. Raises PlacementError when one does
+        not, ConfigError when no Ray answers or this process has a session already.
+        """
+        if ray.is_initialized():
+            raise ConfigError("this process has a Ray session already; close it first", key="address", value=address)
+        return cls._connect(address) if address else cls._start_local(topologies)
+
+    @classmethod
+    def _connect(cls, address: str) -> RaySession:
+        try:
+            found = services.canonicalize_bootstrap_address(address)
+            _check_ray_answers(found)
+            ray.init(address=found, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError, OSError, RpcError) as error:
+            raise ConfigError(
+                f"address: no Ray to join at {address!r} ({_first_line(error)}); expected: `auto` or HOST:PORT of a cluster that this "
+                "machine is part of (`ray start --address=HOST:PORT`), or no address to start a local one",
+                key="address",
+                value=address,
+            ) from error
+        _quiet()
+        return cls(str(ray.get_runtime_context().gcs_address), None, None)
+
+    @classmethod
+    def _start_local(cls, topologies: Sequence[Topology]) -> RaySession:
+        for topology in topologies:
+            place(topology, [local_host(topology)], what="this machine")
+        specs = [spec for topology in topologies for spec in worker_specs(topology)]
+        resources: dict[str, float] = {}
+        for spec in specs:
+            for name, value in spec.resources:
+                resources[name] = resources.get(name, 0.0) + value
+        mark, temp_dir = secrets.token_hex(16), _make_temp_dir()
+        session = cls("", mark, temp_dir)
+        try:
+            with _environment({MARK: mark, "RAY_USAGE_STATS_ENABLED": "0"}):
+                ray.init(
+                    num_cpus=max(1, sum(spec.cores for spec in specs)),
+                    num_gpus=None if any(spec.gpus for spec in specs) else 0,
+                    resources=resources or None,
+                    namespace=NAMESPACE,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    _plasma_directory=str(temp_dir),
+                    _temp_dir=str(temp_dir),
+                    _system_config=_SYSTEM_CONFIG,
+                )
+            _quiet()
+            session.address = str(ray.get_runtime_context().gcs_address)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def hosts(self) -> tuple[Host, ...]:
+        """Live machines and what is free on each now, by Ray's resource names; named by address."""
+        free = available_resources_per_node()
+        return tuple(
+            Host(node["NodeManagerAddress"], tuple(sorted((k, float(v)) for k, v in free.get(node["NodeID"], {}).items())))
+            for node in sorted(ray.nodes(), key=lambda n: (n["NodeManagerAddress"], n["NodeID"]))
+            if node["Alive"]
+        )
+
+    def close(self) -> None:
+        """Leave the cluster; a local Ray is ended, with every process of it, and its files are removed. Idempotent."""
+        ray.shutdown(wait_for_processes=True)
+        if self.mark is not None:
+            if left := end(find_marked(self.mark)):
+                log.warning("processes survive: %s", [process.pid for process in left])
+            self.mark = None
+        if self.temp_dir is not None:
+            shutil.rmtree(self.temp_dir, ignore_errors=True)
+            self.temp_dir = None
+
+    def __enter__(self) -> RaySession:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def local_host(topology: Topology) -> Host:
+    """What a local Ray may hand out to one topology.
+
+    Cores: `ray.num_cpus`, else this machine's; simulated workers get as many as they ask for. A bound engine needs a core that exists.
+    """
+    specs = worker_specs(topology)
+    real = len(os.sched_getaffinity(0))
+    cores = topology.ray.num_cpus or (sum(spec.cores for spec in specs) if topology.engine.kind == "simulated" else real)
+    if any(spec.binds for spec in specs):
+        cores = min(cores, real)
+    gpus = len(gpu_names()) if any(spec.gpus for spec in specs) else 0
+    named = {name: 1e9 for spec in specs for name, _ in spec.resources}
+    return Host(LOCAL_HOST, (("CPU", float(cores)), ("GPU", float(gpus)), *named.items()))
+
+
+def _check_ray_answers(address: str) -> None:
+    """Raise OSError or RpcError unless a Ray's control service is at HOST:PORT; `ray.init` would end this process instead."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    GcsClient(address=address)
+
+
+def _make_temp_dir() -> Path:
+    base = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="disagg-", dir=base if len(base) <= _LONGEST_TEMP_DIR - 16 else "/tmp"))
+
+
+def _quiet() -> None:
+    """Send Ray's notes on dead workers to the log: it prints them on our terminal, and has no switch for that."""
+    ray_worker.print_to_stdstream = lambda data, ignore_prefix=False: log.debug("ray: %s", data.get("lines"))
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
