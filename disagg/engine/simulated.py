@@ -358,10 +358,10 @@ class SimulatedEngine:
         layout, num_context = self._layout, job.num_tokens
         num_blocks = layout.num_blocks(num_context)
         end = start + len(rows)
-        skip = max(0, job.num_staged_blocks * layout.block_tokens - start)  # recomputed after a preemption: announced bytes stay
         box = np.frombuffer(entry.view, np.uint8)[: layout.entry_bytes(num_context)]
         by_rank = box.reshape(layout.num_ranks, num_blocks * layout.block_tokens, -1)
-        by_rank[:, start + skip : end] = rows[skip:].reshape(max(0, len(rows) - skip), layout.num_ranks, -1).swapaxes(0, 1)
+        # After a preemption this writes the same bytes again: announced blocks do not change.
+        by_rank[:, start:end] = rows.reshape(len(rows), layout.num_ranks, -1).swapaxes(0, 1)
         if end == num_context:
             by_rank[:, end:] = 0  # the box held another prompt before
         done = num_blocks if end == num_context else end // layout.block_tokens

@@ -3,9 +3,13 @@
 Peaks are the vendors' dense figures (no sparsity), with fp32 accumulation. Memory is what the driver reports, not the marketing figure.
 
 Efficiencies of A100, H100 and H200 are medians over vLLM kernel timings published by AIConfigurator (NVIDIA, Apache-2.0; vLLM 0.24, for
-the A100 0.14): large bf16 and fp8 GEMMs, weight streaming at one token, decode attention over 0.4 GB of KV, and the all-reduce of two to
-eight GPUs. The other GPUs take the typical values of those three (`_TYPICAL`), an assumption until somebody measures them. `cpu` is one
-core with AMX, from our own runs of SmolLM2-135M under vLLM: 512 tokens prefilled in 0.36 s, 269 MB of weights read in 17 ms.
+the A100 0.14): large bf16 and fp8 GEMMs, weight streaming at one token (bf16), prefill attention above 2 ms, decode attention over 0.4 GB
+of KV, the floor of one attention kernel, and the all-reduce of two to eight GPUs (its floor, and its bandwidth around 4 to 16 MB).
+`kernel_s` and `step_s` are assumptions: 2 us for each small kernel inside a CUDA graph, 1 ms of host work per step. The other GPUs take
+the typical values of those three (`_TYPICAL`), an assumption until somebody measures them.
+
+`cpu` is one core with AMX, from our own runs of SmolLM2-135M under vLLM: prefill of 512 and 3,000 tokens in 0.36 and 3.6 s, 17 ms to
+read 269 MB of weights. Real memory per core differs from host to host: take the host's where it is known.
 """
 
 from __future__ import annotations
@@ -56,7 +60,7 @@ class Device:
     link_bandwidth: float
     link_latency_s: float
     kernel_s: float = 2e-6
-    attention_kernel_s: float = 11e-6
+    attention_kernel_s: float = 12e-6
     step_s: float = 1e-3
     reserve_bytes: int = 2 * _GIB
 
@@ -65,10 +69,10 @@ class Device:
         return self.bf16_flops * self.efficiency.bf16 if dtype == "bf16" else self.fp8_flops * self.efficiency.fp8
 
 
-_TYPICAL = Efficiency(bf16=0.77, fp8=0.60, attention=0.55, weights=0.78, kv=0.82)
+_TYPICAL = Efficiency(bf16=0.77, fp8=0.60, attention=0.58, weights=0.78, kv=0.82)
 # bytes/s and seconds of an all-reduce
-_NVLINK4 = (350e9, 8e-6)
-_NVLINK3 = (230e9, 10e-6)
+_NVLINK4 = (300e9, 4.6e-6)
+_NVLINK3 = (180e9, 5.2e-6)
 _PCIE4 = (20e9, 20e-6)
 _PCIE5 = (40e9, 20e-6)
 
@@ -78,24 +82,24 @@ DEVICES: dict[str, Device] = {
         # The A100 has no fp8 units: fp8 weights are widened and multiplied at bf16 speed.
         Device(
             "a100", 81920 * _MIB, 2.04e12, 312 * _TERA, 312 * _TERA,
-            Efficiency(bf16=0.90, fp8=0.85, attention=0.60, weights=0.72, kv=0.75), *_NVLINK3,
+            Efficiency(bf16=0.90, fp8=0.85, attention=0.54, weights=0.72, kv=0.75), *_NVLINK3, attention_kernel_s=18e-6,
         ),
         Device(
             "h100", 81559 * _MIB, 3.35e12, 989 * _TERA, 1979 * _TERA,
-            Efficiency(bf16=0.77, fp8=0.58, attention=0.55, weights=0.84, kv=0.86), *_NVLINK4,
+            Efficiency(bf16=0.77, fp8=0.58, attention=0.59, weights=0.84, kv=0.86), *_NVLINK4,
         ),
         Device(
             "h200", 143771 * _MIB, 4.8e12, 989 * _TERA, 1979 * _TERA,
-            Efficiency(bf16=0.75, fp8=0.65, attention=0.55, weights=0.78, kv=0.82), *_NVLINK4,
+            Efficiency(bf16=0.75, fp8=0.65, attention=0.58, weights=0.78, kv=0.82), *_NVLINK4,
         ),
-        Device("b200", 183359 * _MIB, 8.0e12, 2250 * _TERA, 4500 * _TERA, _TYPICAL, 700e9, 8e-6),
+        Device("b200", 183359 * _MIB, 8.0e12, 2250 * _TERA, 4500 * _TERA, _TYPICAL, 600e9, 4.6e-6),
         Device("l40s", 46068 * _MIB, 864e9, 362 * _TERA, 733 * _TERA, _TYPICAL, *_PCIE4),
         Device("rtx-4090", 24564 * _MIB, 1008e9, 165.2 * _TERA, 330.3 * _TERA, _TYPICAL, *_PCIE4),
         Device("rtx-pro-6000", 97887 * _MIB, 1792e9, 503.8 * _TERA, 1007.6 * _TERA, _TYPICAL, *_PCIE5),
         Device(
             "cpu", 16 * _GIB, 15.8e9, 0.45 * _TERA, 0.45 * _TERA,
-            Efficiency(bf16=0.90, fp8=0.90, attention=0.25, weights=1.0, kv=0.80), 5e9, 50e-6,
-            kernel_s=10e-6, attention_kernel_s=20e-6, step_s=2e-3, reserve_bytes=_GIB,
+            Efficiency(bf16=0.80, fp8=0.80, attention=0.385, weights=1.0, kv=0.80), 5e9, 50e-6,
+            kernel_s=4e-6, attention_kernel_s=20e-6, step_s=1e-3, reserve_bytes=_GIB,
         ),
     )
 }  # fmt: skip

@@ -236,6 +236,25 @@ async def test_preempted_requests_compute_again_and_are_right() -> None:
     await engine.close()
 
 
+async def test_a_preempted_prefill_keeps_what_it_announced() -> None:
+    """Its second run has other chunk sizes, so a chunk may straddle the announced blocks and the rest."""
+    preemptions = 0
+    for length in range(60, 90, 3):
+        engine = await engine_of(kv_cache_tokens=160, max_num_batched_tokens=8, max_model_len=160)
+        alone = await engine_of(max_num_batched_tokens=8)
+        chat = engine.generate(request_of(tuple(range(72)), max_tokens=24))
+        await anext(chat)
+        request = request_of(tuple(range(length)), max_tokens=1)
+        (first, inbox), (want, reference) = await asyncio.gather(staged(engine, request), staged(alone, request))
+        await chat.aclose()
+        assert (first, inbox.contents) == (want, reference.contents)
+        preemptions += engine.state().preemptions
+        engine.assert_empty()
+        await engine.close()
+        await alone.close()
+    assert preemptions > 3
+
+
 async def test_a_decode_that_waits_for_room_keeps_its_inbox_until_it_is_loaded() -> None:
     engine = await engine_of(speed=20, max_num_seqs=1, max_num_batched_tokens=512)
     running = engine.generate(request_of(max_tokens=30))
@@ -245,6 +264,7 @@ async def test_a_decode_that_waits_for_room_keeps_its_inbox_until_it_is_loaded()
     first = Prefilled(Token(7))
     waiting = engine.decode(request, first, inbox)
     task = asyncio.create_task(anext(waiting))
+    await asyncio.sleep(0)
     await anext(running)
     assert engine.state().waiting_requests == 1
     assert not inbox.is_ended
