@@ -9,11 +9,12 @@ The cost of a pair, in seconds:
                + context bytes / 1 GB/s, when the two are on different hosts
 
 0.05 is the growth of a decode step per further request, from the step times measured on a CPU engine (DESIGN section 7) and near
-what the roofline gives for a GPU. A pair's cost is separable but for the host term, so the best pair is found in time P + D.
+what the roofline gives for a GPU. A pair's cost is separable but for the host term, so the best pair is found in time P x hosts + D.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
@@ -25,6 +26,10 @@ DEFAULT_PREFILL_S_PER_TOKEN = 1e-3
 DEFAULT_STEP_S = 20e-3
 STEP_GROWTH_PER_REQUEST = 0.05
 CROSS_HOST_BYTES_PER_S = 1e9
+PREFILL_TOLERANCE = 0.10  # costs this near to the least are equal: noise must not send everything to one worker
+DECODE_TOLERANCE = 0.02  # less than one more running request adds
+PRIOR_TOKENS = 4096  # evidence of so many prompt tokens counts as much as the pool's median
+EVIDENCE_HALF_LIFE_S = 30.0
 AVOIDED_S = 1e6  # makes a worker that just failed this request the last choice, but still a choice
 
 
@@ -39,7 +44,7 @@ class NoRoute:
 def pick(request: Request, view: PoolView, settings: AdmissionSettings, avoid: Container[str] = ()) -> Route | NoRoute:
     """The pair with the least predicted time, or why there is none. `avoid` names workers that failed this request before.
 
-    Equal pairs take turns: the least recently used goes first.
+    Workers that are as good as equal take turns: the least recently used goes first.
     """
     if (role := view.missing_role) is not None:
         return NoRoute(f"no live {role} worker", no_worker=True)
@@ -50,25 +55,19 @@ def pick(request: Request, view: PoolView, settings: AdmissionSettings, avoid: C
 
 
 def _pick_colocated(request: Request, need: Need, view: PoolView, settings: AdmissionSettings, avoid: Container[str]) -> Route | NoRoute:
-    known_s, step_s = _typical_prefill_s(view), _typical_step_s(view)
-    best: tuple[tuple[float, float, str], WorkerView] | None = None
-    for w in view.prefill_workers:
-        if not _has_prefill_room(w, settings) or not _has_kv_room(w, need):
-            continue
-        cost_s = _prefill_s(w, need, known_s) + _decode_s(w, request, step_s) + (AVOIDED_S if w.name in avoid else 0.0)
-        key = (round(cost_s, 6), w.last_used_s, w.name)
-        if best is None or key < best[0]:
-            best = (key, w)
-    if best is None:
+    speeds = _speeds(view)
+    ranked = [
+        _Ranked(w, _prefill_s(w, need, speeds) + _decode_s(w, request, speeds) + _penalty_s(w, avoid))
+        for w in view.prefill_workers
+        if _has_prefill_room(w, settings) and _has_kv_room(w, need)
+    ]
+    if not ranked:
         return NoRoute(f"all {len(view.prefill_workers)} workers are full", no_worker=False)
-    w = best[1]
-    return Route(
-        w.name, w.name, f"{w.name}: {w.waiting_tokens} tokens ahead, {w.running_requests} running, {w.free_kv_tokens} KV tokens free"
-    )
+    w = _fair(ranked, DECODE_TOLERANCE)
+    return Route(w.name, w.name, f"{w.name}: {_load(w)}")
 
 
 def _pick_pair(request: Request, need: Need, view: PoolView, settings: AdmissionSettings, avoid: Container[str]) -> Route | NoRoute:
-    known_s, step_s = _typical_prefill_s(view), _typical_step_s(view)
     moves_kv = request.remaining_tokens > 1
     sources = [w for w in view.prefill_workers if _has_prefill_room(w, settings) and _has_outbox_room(w, need)]
     if not sources:
@@ -76,50 +75,78 @@ def _pick_pair(request: Request, need: Need, view: PoolView, settings: Admission
     sinks = [w for w in view.decode_workers if not moves_kv or (_has_kv_room(w, need) and _has_inbox_room(w, need))]
     if not sinks:
         return NoRoute(f"no decode worker has room for {need.kv_tokens} KV tokens", no_worker=False)
-    ranked_sinks = sorted(
-        ((_decode_s(d, request, step_s) + (AVOIDED_S if d.name in avoid else 0.0), d.last_used_s, d.name, d) for d in sinks),
-        key=lambda item: (round(item[0], 6), item[1], item[2]),
-    )
+    speeds = _speeds(view)
     far_s = need.box_bytes / CROSS_HOST_BYTES_PER_S
-    best: tuple[tuple[float, float, float, str], WorkerView, WorkerView] | None = None
-    for p in sources:
-        prefill_s = _prefill_s(p, need, known_s) + (AVOIDED_S if p.name in avoid else 0.0)
-        for cost_s, used_s, _, d in _candidates(p, ranked_sinks):
-            key = (round(prefill_s + cost_s + (far_s if d.host_id != p.host_id else 0.0), 6), p.last_used_s, used_s, p.name)
-            if best is None or key < best[0]:
-                best = (key, p, d)
-    assert best is not None
-    p, d = best[1], best[2]
-    reason = f"{p.name}: {p.waiting_tokens} tokens ahead; {d.name}: {d.running_requests} running, {d.free_kv_tokens} KV tokens free"
-    return Route(p.name, d.name, reason)
+    ranked_sinks = [_Ranked(d, _decode_s(d, request, speeds) + _penalty_s(d, avoid)) for d in sinks]
+    nearest_s = {host: min(_distance_s(r, host, far_s) for r in ranked_sinks) for host in {w.host_id for w in sources}}
+    floor_s = min(nearest_s.values())
+    ranked = [_Ranked(p, _prefill_s(p, need, speeds) + _penalty_s(p, avoid) + nearest_s[p.host_id] - floor_s) for p in sources]
+    p = _fair(ranked, PREFILL_TOLERANCE)
+    d = _fair([_Ranked(r.worker, _distance_s(r, p.host_id, far_s)) for r in ranked_sinks], DECODE_TOLERANCE)
+    return Route(p.name, d.name, f"{p.name}: {p.waiting_tokens} prompt tokens ahead; {d.name}: {_load(d)}")
 
 
-def _candidates(p: WorkerView, ranked_sinks: list[tuple[float, float, str, WorkerView]]) -> Iterable[tuple[float, float, str, WorkerView]]:
-    """The best sink of all and the best on p's host: no other can be the best pair for p."""
-    yield ranked_sinks[0]
-    near = next((item for item in ranked_sinks if item[3].host_id == p.host_id), None)
-    if near is not None and near is not ranked_sinks[0]:
-        yield near
+@dataclass(frozen=True, slots=True)
+class _Ranked:
+    """A worker and what it would cost, in seconds."""
+
+    worker: WorkerView
+    cost_s: float
 
 
-def _prefill_s(w: WorkerView, need: Need, known_s: float) -> float:
-    return (w.waiting_tokens + need.context_tokens) * (w.prefill_s_per_token or known_s)
+def _fair(ranked: list[_Ranked], tolerance: float) -> WorkerView:
+    """The cheapest; of those as good as equally cheap, the least recently used."""
+    limit_s = min(r.cost_s for r in ranked) * (1.0 + tolerance) + 1e-9
+    equal = [r.worker for r in ranked if r.cost_s <= limit_s]
+    return min(equal, key=lambda w: (w.last_used_s, w.name))
 
 
-def _decode_s(w: WorkerView, request: Request, step_s: float) -> float:
+def _distance_s(sink: _Ranked, host_id: str, far_s: float) -> float:
+    return sink.cost_s if sink.worker.host_id == host_id else sink.cost_s + far_s
+
+
+def _penalty_s(w: WorkerView, avoid: Container[str]) -> float:
+    return AVOIDED_S if w.name in avoid else 0.0
+
+
+def _load(w: WorkerView) -> str:
+    return f"{w.running_requests} running, {w.free_kv_tokens} KV tokens free"
+
+
+@dataclass(frozen=True, slots=True)
+class _Speeds:
+    """What is typical of the pools at the instant `at_s`: the medians over their workers."""
+
+    at_s: float
+    prefill_s_per_token: float
+    step_s: float
+
+
+def _speeds(view: PoolView) -> _Speeds:
+    """The step is a median because a single worker's latest steps say more of its batch then than of its speed."""
+    return _Speeds(
+        view.at_s,
+        _median((w.prefill_s_per_token for w in view.prefill_workers), DEFAULT_PREFILL_S_PER_TOKEN),
+        _median((w.state.step_s for w in view.decode_workers), DEFAULT_STEP_S),
+    )
+
+
+def _prefill_s(w: WorkerView, need: Need, speeds: _Speeds) -> float:
+    """Wait and run of a prompt, by what the worker has shown of its speed.
+
+    A little evidence says little, and old evidence less: both pull towards the pool's median, so that one slow answer does not shut a
+    worker out.
+    """
+    weight = w.prefill_tokens_seen * math.exp2((w.prefill_seen_s - speeds.at_s) / EVIDENCE_HALF_LIFE_S)
+    s_per_token = (w.prefill_s_per_token * weight + speeds.prefill_s_per_token * PRIOR_TOKENS) / (weight + PRIOR_TOKENS)
+    return (w.waiting_tokens + need.context_tokens) * s_per_token
+
+
+def _decode_s(w: WorkerView, request: Request, speeds: _Speeds) -> float:
+    """Decoding of the expected answer beside the worker's other requests."""
     running = max(w.running_requests, w.state.running_requests)
     output = min(request.remaining_tokens, EXPECTED_OUTPUT_TOKENS)
-    return output * step_s * (1.0 + STEP_GROWTH_PER_REQUEST * running + w.used_kv_share)
-
-
-def _typical_prefill_s(view: PoolView) -> float:
-    """Seconds per prompt token to assume of a worker of which nothing is known: the median of the known ones."""
-    return _median((w.prefill_s_per_token for w in view.prefill_workers), DEFAULT_PREFILL_S_PER_TOKEN)
-
-
-def _typical_step_s(view: PoolView) -> float:
-    """One decode step, the median over workers: a single worker's latest steps say more of its batch then than of its speed."""
-    return _median((w.state.step_s for w in view.decode_workers), DEFAULT_STEP_S)
+    return output * speeds.step_s * (1.0 + STEP_GROWTH_PER_REQUEST * running + w.used_kv_share)
 
 
 def _median(values: Iterable[float], default: float) -> float:

@@ -20,7 +20,8 @@ class WorkerView:
     The fields after `state` count this gateway's own requests: `prefills` and `prefill_tokens` until the first token,
     `outbox_bytes`/`inbox_bytes` until their KV has arrived, `reserved_kv_tokens` and `running_requests` until they end.
     `unseen_kv_tokens` is the share of `reserved_kv_tokens` that `state` cannot show yet, because their decode has not begun.
-    `prefill_s_per_token` is learned (0 while nothing is known). `last_used_s` is the instant of the last route to it.
+    `prefill_s_per_token` is learned from `prefill_tokens_seen` tokens, the latest at `prefill_seen_s` (all 0 while nothing is known).
+    `last_used_s` is the instant of the last route to it.
     """
 
     name: str
@@ -35,6 +36,8 @@ class WorkerView:
     reserved_kv_tokens: int = 0
     unseen_kv_tokens: int = 0
     prefill_s_per_token: float = 0.0
+    prefill_tokens_seen: float = 0.0
+    prefill_seen_s: float = 0.0
     last_used_s: float = 0.0
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, fields
 
 from disagg.config import Topology
 from disagg.errors import NoWorkerError
+from disagg.policy.router import EVIDENCE_HALF_LIFE_S
 from disagg.policy.view import Need, PoolView, WorkerView, need_of
 from disagg.serving.signal import Signal
 from disagg.serving.worker_rpc_client import RemoteWorker
@@ -42,6 +44,7 @@ class Member:
         self.last_used_s = 0.0
         self._seconds = 0.0  # decayed sums of prefills seen; their ratio is the learned speed
         self._tokens = 0.0
+        self._learned_s = time.monotonic()
         self._view: WorkerView | None = None
 
     @property
@@ -54,8 +57,11 @@ class Member:
 
     def learn_prefill(self, tokens: int, seconds: float) -> None:
         """A prefill behind `tokens` prompt tokens (its own included) took `seconds`."""
-        self._seconds = (1 - LEARNING_RATE) * self._seconds + seconds
-        self._tokens = (1 - LEARNING_RATE) * self._tokens + tokens
+        now_s = time.monotonic()
+        kept = (1 - LEARNING_RATE) * math.exp2((self._learned_s - now_s) / EVIDENCE_HALF_LIFE_S)
+        self._seconds = kept * self._seconds + seconds
+        self._tokens = kept * self._tokens + tokens
+        self._learned_s = now_s
         self.touch()
 
     def touch(self) -> None:
@@ -80,6 +86,8 @@ class Member:
                 reserved_kv_tokens=t.reserved_kv_tokens,
                 unseen_kv_tokens=t.unseen_kv_tokens,
                 prefill_s_per_token=self._seconds / self._tokens if self._tokens else 0.0,
+                prefill_tokens_seen=self._tokens,
+                prefill_seen_s=self._learned_s,
                 last_used_s=self.last_used_s,
             )
         return self._view
