@@ -40,7 +40,19 @@ from disagg.errors import InvalidRequestError, nearest
 from disagg.pb import inference_pb2 as pb
 from disagg.pb.inference_pb2_grpc import InferenceStub
 
-__all__ = ["Answer", "AsyncClient", "Client", "Options", "Part", "PoolInfo", "ServedModel", "SloClassInfo", "Usage"]
+__all__ = [
+    "Answer",
+    "AnswerBuilder",
+    "AsyncClient",
+    "Client",
+    "OptionArguments",
+    "Options",
+    "Part",
+    "PoolInfo",
+    "ServedModel",
+    "SloClassInfo",
+    "Usage",
+]
 
 INFO_TIMEOUT_S = 10.0
 

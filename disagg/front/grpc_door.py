@@ -20,7 +20,7 @@ from disagg.config import Topology
 from disagg.engine.engine import Chunks
 from disagg.errors import DeadlineError, DisaggError, EngineError, InvalidRequestError
 from disagg.front.model_info import Served
-from disagg.front.status import status_of
+from disagg.front.status import Status, status_of
 from disagg.front.text import TextPart, TextStream
 from disagg.front.validate import Limits, check_head, check_text_size, to_request
 from disagg.pb import inference_pb2 as pb
@@ -104,17 +104,20 @@ class InferenceDoor(InferenceServicer):
         try:
             await self._generate(request, request_id, arrival_s, context)
             return
-        except DisaggError as error:
-            logger.info("request %s ended: %s: %s", request_id, type(error).__name__, error.message)
-            status = status_of(error)
-        except Exception:
-            logger.exception("request %s: unexpected error", request_id)
-            status = status_of(EngineError(f"request {request_id} failed by a fault of the gateway; its log has the details"))
+        except Exception as error:  # noqa: BLE001 - the edge: a fault of one request must not be more than that
+            status = _status(error, request_id)
         await context.abort(status.code, status.details, status.metadata)
 
     async def GetModelInfo(  # noqa: N802 - the name of the RPC
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext[pb.GetModelInfoRequest, pb.ModelInfo]
     ) -> pb.ModelInfo:
+        try:
+            return self._model_info()
+        except Exception as error:  # noqa: BLE001 - the edge
+            status = _status(error, "for model info")
+        return await context.abort(status.code, status.details, status.metadata)
+
+    def _model_info(self) -> pb.ModelInfo:
         model, topology = self._limits.model, self._topology
         view = self._pools.view(time.monotonic())
         return pb.ModelInfo(
@@ -189,6 +192,15 @@ class InferenceDoor(InferenceServicer):
             yield
         finally:
             self._running.discard(request_id)
+
+
+def _status(error: Exception, request_id: str) -> Status:
+    """What the client is told; a fault of ours is a sentence to it, and a traceback in the log."""
+    if isinstance(error, DisaggError):
+        logger.info("request %s ended: %s: %s", request_id, type(error).__name__, error.message)
+        return status_of(error)
+    logger.error("request %s: unexpected error", request_id, exc_info=error)
+    return status_of(EngineError(f"request {request_id} failed by a fault of the gateway; its log has the details"))
 
 
 def _deadline_s(context: Context, now_s: float) -> float | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from disagg.config import Topology
+from disagg.engine.simulated_settings import simulated_model_info
 from disagg.errors import ConfigError, ModelError
 from disagg.front.text import SyntheticTokenizer, Tokenizer, load_tokenizer
 from disagg.types import ModelInfo
@@ -41,13 +42,13 @@ def read_served(topology: Topology, model: str | None) -> Served:
 
 
 def _simulated_info(topology: Topology) -> ModelInfo:
-    pools = [topology.simulated(role) for role in topology.active_pools()]
-    return ModelInfo(
-        name=topology.model,
-        max_model_len=min(pool.max_model_len for pool in pools),
-        vocab_size=min(pool.vocab_size for pool in pools),
-        kv_bytes_per_token=max(pool.kv_bytes_per_token for pool in pools),
-        eos_token_ids=tuple(sorted({pool.eos_token_id for pool in pools})),
+    """The facts of the narrowest pool."""
+    infos = [simulated_model_info(topology.simulated(role), topology.model) for role in topology.active_pools()]
+    return replace(
+        infos[0],
+        max_model_len=min(info.max_model_len for info in infos),
+        vocab_size=min(info.vocab_size for info in infos),
+        kv_bytes_per_token=max(info.kv_bytes_per_token for info in infos),
     )
 
 

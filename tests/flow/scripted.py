@@ -80,7 +80,7 @@ class Scripted:
     def view(self, now_s: float) -> PoolView:
         names = {Role.PREFILL: "p0", Role.DECODE: "d0"}
         workers = tuple(WorkerView(names[role], role, "host", EngineState(epoch="e")) for role in sorted(self.live))
-        return PoolView(Mode.DISAGG, self.model, workers)
+        return PoolView(at_s=now_s, mode=Mode.DISAGG, model=self.model, workers=workers)
 
 
 @dataclass(frozen=True)
