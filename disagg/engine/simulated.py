@@ -272,6 +272,8 @@ class SimulatedEngine:
             while self._scheduler.has_work:
                 began = clock()
                 plan = self._scheduler.schedule()
+                if not plan:
+                    raise EngineError("requests wait, and none of them can run")
                 duration_s = self._duration_s(plan)
                 results = self._compute(plan)
                 due = max(due, began - _MAX_LAG_S) + duration_s
