@@ -169,7 +169,7 @@ def test_tokens_spread_over_the_vocabulary() -> None:
 
 
 async def test_frames_leave_while_the_prompt_is_still_running() -> None:
-    engine = await engine_of(speed=2, max_num_batched_tokens=32)
+    engine = await engine_of(speed=1, max_num_batched_tokens=32)
     request = request_of(tuple(range(200)))
     entry = FakeOutboxEntry(engine.layout, 200)
     task = asyncio.create_task(engine.prefill(request, entry))
@@ -177,7 +177,7 @@ async def test_frames_leave_while_the_prompt_is_still_running() -> None:
     while not task.done():
         seen.add(max((first + count for _, first, count, _ in entry.frames), default=0))
         await asyncio.sleep(0.001)
-    assert len(seen) > 3, "the frames came all at once"
+    assert len(seen) > 2, "the frames came all at once"
     assert max(seen) < engine.layout.num_blocks(200) or entry.is_whole
     await task
     engine.assert_empty()
@@ -317,7 +317,7 @@ async def test_a_prefill_holds_up_the_decodes_beside_it() -> None:
             document = asyncio.create_task(generated(engine, request_of(tuple(range(8000)), max_tokens=1)))
     assert document is not None
     await document
-    assert max(gaps[20:24]) > 10 * sorted(gaps[:20])[10]
+    assert max(gaps[20:24]) > 5 * sorted(gaps[:20])[10]
     await engine.close()
 
 
