@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self, TypeVar
 import grpc
 import grpc.aio
 
-from disagg.errors import CancelledRequestError, DeadlineError, DisaggError, EngineError, WorkerLostError, from_wire
+from disagg.errors import DeadlineError, DisaggError, EngineError, WorkerLostError, from_wire
 from disagg.pb import worker_pb2 as pb
 from disagg.pb import worker_pb2_grpc
 from disagg.serving import worker_rpc_messages as wire
@@ -308,8 +308,6 @@ def _error_of(error: grpc.aio.AioRpcError, worker: str) -> DisaggError:
     code, details = error.code(), error.details()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(f"worker {worker} did not answer before the deadline")
-    if code is grpc.StatusCode.CANCELLED:
-        return CancelledRequestError(f"worker {worker} cancelled the call")
-    if code is grpc.StatusCode.UNAVAILABLE:
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):  # a server that stops cancels its calls
         return WorkerLostError(f"worker {worker} was lost: {details}", worker=worker)
     return EngineError(f"worker {worker} failed: {code.name.lower()}: {details}")
