@@ -1,0 +1,126 @@
+"""From a topology's engine arguments to vLLM's: what disagg sets, what it refuses, and the environment of the engine's processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+
+from disagg.engine.vllm_channel import ADDRESS_ENV
+from disagg.errors import ConfigError, nearest
+
+OURS = {
+    "model": "the topology's `model`",
+    "kv_transfer_config": "disagg's own KV connector",
+    "disable_log_stats": "disagg's own statistics",
+    "skip_tokenizer_init": "disagg: text exists only at the gateway",
+}
+CPU_BLOCK_TOKENS = 32  # vLLM's CPU attention wants a multiple of 32; the smallest wastes least in a last block
+CPU_MEMORY_SHARE = 0.2  # vLLM's own 0.9 of the host's memory would let one engine start, not several
+IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+_SAMPLE_BYTES = 1 << 16
+_SAMPLES_PER_FILE = 16
+
+
+def engine_args(model: str, args: Mapping[str, Any]) -> AsyncEngineArgs:
+    """vLLM's arguments for `model`, from any AsyncEngineArgs fields in `args`. Raises ConfigError naming a wrong one."""
+    known = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
+    for name, value in args.items():
+        key = f"engine.args.{name}"
+        if name in OURS:
+            raise ConfigError(f"{key} is set by {OURS[name]}", key=key, value=value, expected="no value")
+        if name not in known:
+            hint = nearest(name, known) if len(nearest(name, known)) < 80 else "a field of vllm.AsyncEngineArgs"
+            raise ConfigError(f"{key}: vLLM has no such argument; {hint}", key=key, value=value, expected=hint)
+    chosen: dict[str, Any] = {**_defaults(args), **args}
+    chosen["logits_processors"] = [*(args.get("logits_processors") or ()), *_own_logits_processors()]
+    try:
+        return AsyncEngineArgs(
+            model=model,
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="DisaggConnector",
+                kv_connector_module_path="disagg.engine.vllm_connector",
+                kv_role="kv_both",
+                kv_load_failure_policy="fail",
+                kv_connector_extra_config={"model_fingerprint": model_fingerprint(model, args)},
+            ),
+            **chosen,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"vLLM refuses the engine's arguments: {error}", key="engine.args", value=dict(args)) from error
+
+
+def _defaults(args: Mapping[str, Any]) -> dict[str, Any]:
+    if not current_platform.is_cpu():
+        return {}
+    defaults: dict[str, Any] = {"block_size": CPU_BLOCK_TOKENS, "gpu_memory_utilization": CPU_MEMORY_SHARE}
+    if args.get("tensor_parallel_size", 1) == 1 and args.get("data_parallel_size", 1) == 1:
+        # vLLM's choice on CPUs, a second process, waits for each step by spinning on the core that computes it.
+        defaults["distributed_executor_backend"] = IN_PROCESS
+    return defaults
+
+
+def _own_logits_processors() -> list[str]:
+    """Ours is made for the V1 runner; the V2 runner, GPUs' default, takes another kind of class."""
+    if current_platform.is_cpu() or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+        return ["disagg.engine.vllm_penalties:ContinuedPenalties"]
+    return []
+
+
+def engine_environment(address: str, cores: Sequence[int] | None, args: Mapping[str, Any]) -> dict[str, str]:
+    """Environment of the engine's processes. `address`: the worker's channel. `cores`: where a CPU engine computes (None: anywhere)."""
+    env = {ADDRESS_ENV: address, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
+    if not current_platform.is_cpu():
+        return env
+    env["VLLM_USE_V2_MODEL_RUNNER"] = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
+    if cores:
+        ranks = int(args.get("tensor_parallel_size", 1))
+        shares = [cores[i::ranks] for i in range(ranks)] if len(cores) >= ranks else [cores] * ranks
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+        # The in-process executor does not bind by itself.
+        env["OMP_NUM_THREADS"] = str(len(shares[0]))
+        if ranks == 1:
+            env["OMP_PLACES"] = "{" + ",".join(map(str, cores)) + "}"
+            env["OMP_PROC_BIND"] = "true"
+    return env
+
+
+def model_fingerprint(model: str, args: Mapping[str, Any]) -> str:
+    """Equal for equal weights: name, configuration, and size plus samples of each weight file; where they lie does not count.
+
+    A model that is not a local folder is named by its hub name and revision.
+    """
+    path = Path(model)
+    digest = hashlib.blake2b(digest_size=12)
+    relevant = {k: args.get(k) for k in ("revision", "quantization", "dtype", "hf_overrides", "load_format", "seed") if args.get(k)}
+    digest.update(json.dumps(relevant, sort_keys=True, default=str).encode())
+    if path.is_dir():
+        config = path / "config.json"
+        if config.is_file():
+            fields = json.loads(config.read_text())
+            digest.update(json.dumps({k: v for k, v in fields.items() if not k.startswith("_")}, sort_keys=True).encode())
+        for file in sorted(path.glob("*.safetensors")):
+            _sample(file, digest)
+    else:
+        digest.update(model.encode())
+    return f"{path.name}@{digest.hexdigest()}"
+
+
+def _sample(file: Path, digest: Any) -> None:
+    """Adds a file's name, size and evenly spaced samples: unlike weights of one architecture differ everywhere."""
+    size = file.stat().st_size
+    digest.update(f"{file.name}:{size}".encode())
+    with file.open("rb") as weights:
+        for i in range(_SAMPLES_PER_FILE):
+            weights.seek(i * max(0, size - _SAMPLE_BYTES) // max(1, _SAMPLES_PER_FILE - 1))
+            digest.update(weights.read(_SAMPLE_BYTES))

@@ -1,0 +1,242 @@
+"""The line between a worker process and the processes of its vLLM engine: one unix socket, shared memory, small messages.
+
+    engine process, at its start     lifeline ----> worker     a socket on which nothing is said: its end means death
+    engine rank, connector start     attach ------> worker
+                                     <------------- worker     sizes and file descriptors of both boxes (SCM_RIGHTS)
+                                     hello -------> worker     rank and cache layout, or refused: why it cannot serve
+    engine rank, once per step       events ------> worker     staged, write_ended, read_ended
+
+Each side learns of the other's death by the end of its socket, at once and without polling: the worker marks its engine dead; an engine
+process exits, so that killing a worker never leaves an engine behind. The socket is an abstract unix one (no file to clean up), packets
+keep their borders, and only processes of the same user are let in. Messages are msgpack lists; no pickle.
+
+Standard library and msgpack only: the engine process uses this before torch is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgpack
+
+logger = logging.getLogger(__name__)
+
+ADDRESS_ENV = "DISAGG_ENGINE_CHANNEL"  # how an engine process finds its worker; absent in processes that are not ours
+MAX_PACKET = 1 << 16
+MAX_EVENTS = 500  # per packet: an event is under 100 bytes
+CONNECT_TIMEOUT_S = 30.0
+
+Event = tuple[Any, ...]
+
+
+class BoxMemory(Protocol):
+    """What is needed of a box: a file descriptor that can be mapped, and its size."""
+
+    @property
+    def fd(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+# The engine's side ------------------------------------------------------------------------------------------------------------
+
+
+def _connect(address: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(CONNECT_TIMEOUT_S)
+    sock.connect("\0" + address)
+    sock.settimeout(None)
+    return sock
+
+
+def _exit_at_end_of(sock: socket.socket) -> None:
+    """Ends this process when the worker's end of `sock` closes. The thread sleeps in recv until then."""
+
+    def watch() -> None:
+        try:
+            while sock.recv(MAX_PACKET):
+                pass
+        except OSError:
+            pass
+        os._exit(1)  # no clean-up: the worker that it would be for is gone, and the kernel frees memory and sockets
+
+    threading.Thread(target=watch, name="disagg-lifeline", daemon=True).start()
+
+
+_lifelines: dict[str, socket.socket] = {}
+
+
+def hold_lifeline() -> None:
+    """Ties this process's life to the worker named by the environment. Idempotent; nothing happens outside our engines."""
+    address = os.environ.get(ADDRESS_ENV)
+    if not address or address in _lifelines:
+        return
+    try:
+        sock = _connect(address)
+    except OSError as error:
+        logger.error("the worker that started this engine is gone: %s", error)
+        os._exit(1)
+    _send(sock, ["lifeline", os.getpid()])
+    _lifelines[address] = sock
+    _exit_at_end_of(sock)
+
+
+def _send(sock: socket.socket, message: Sequence[Any]) -> None:
+    sock.send(msgpack.packb(message))
+
+
+class RankChannel:
+    """One engine rank's line to its worker. `outbox` and `inbox` are the worker's boxes, mapped into this process."""
+
+    def __init__(self, rank: int, address: str) -> None:
+        """Connects and maps. Raises OSError when the worker is gone."""
+        self.rank = rank
+        self._sock = _connect(address)
+        _send(self._sock, ["attach", rank, os.getpid()])
+        packet, fds, _, _ = socket.recv_fds(self._sock, MAX_PACKET, 2)
+        _, outbox_bytes, inbox_bytes = msgpack.unpackb(packet)
+        self.outbox = mmap.mmap(fds[0], outbox_bytes)
+        self.inbox = mmap.mmap(fds[1], inbox_bytes)
+        for fd in fds:
+            os.close(fd)
+        _exit_at_end_of(self._sock)
+
+    def hello(self, layout: dict[str, Any]) -> None:
+        """This rank is ready; `layout` holds KvLayout's fields."""
+        _send(self._sock, ["hello", self.rank, layout])
+
+    def refuse(self, reason: str) -> None:
+        """This rank cannot serve, and why; the engine's start then fails with this sentence."""
+        _send(self._sock, ["refused", self.rank, reason[: MAX_PACKET // 2]])
+
+    def send_events(self, events: Sequence[Event]) -> None:
+        """Events of one step, in order: ("staged", id, first_block, num_blocks, digest), ("write_ended", id), ("read_ended", id)."""
+        for start in range(0, len(events), MAX_EVENTS):
+            _send(self._sock, ["events", self.rank, events[start : start + MAX_EVENTS]])
+
+
+# The worker's side ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """One connected engine process. `rank` is None for a lifeline."""
+
+    sock: socket.socket
+    rank: int | None = None
+
+
+class Listener(Protocol):
+    """What the owner of a channel is told, always on the event loop."""
+
+    def on_hello(self, rank: int, layout: dict[str, Any]) -> None: ...
+
+    def on_refused(self, reason: str) -> None: ...
+
+    def on_events(self, rank: int, events: Sequence[Event]) -> None: ...
+
+    def on_process_lost(self) -> None:
+        """An engine process ended: the engine cannot serve any more."""
+        ...
+
+    def on_ranks_lost(self) -> None:
+        """The last process that had the boxes mapped ended: nobody writes or reads them any more."""
+        ...
+
+
+@dataclass(slots=True)
+class WorkerChannel:
+    """The worker's end: accepts its engine's processes and hands their messages to `listener`. Owned by one event loop."""
+
+    outbox: BoxMemory
+    inbox: BoxMemory
+    listener: Listener
+    address: str = field(default_factory=lambda: f"disagg-engine-{secrets.token_hex(8)}")
+    _server: socket.socket | None = None
+    _peers: set[_Peer] = field(default_factory=set)
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self) -> None:
+        """Listen; call it on the event loop, before the engine starts."""
+        self._loop = asyncio.get_running_loop()
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server.setblocking(False)
+        self._server.bind("\0" + self.address)
+        self._server.listen(64)
+        self._loop.add_reader(self._server, self._accept)
+
+    def close(self) -> None:
+        """Let go of every engine process; those still alive end themselves. Idempotent."""
+        if self._server is not None and self._loop is not None:
+            self._loop.remove_reader(self._server)
+            self._server.close()
+            self._server = None
+        for peer in list(self._peers):
+            self._drop(peer)
+
+    def _accept(self) -> None:
+        assert self._server is not None
+        assert self._loop is not None
+        try:
+            sock, _ = self._server.accept()
+        except BlockingIOError:
+            return
+        sock.setblocking(False)
+        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        if uid != os.getuid():
+            sock.close()
+            return
+        peer = _Peer(sock)
+        self._peers.add(peer)
+        self._loop.add_reader(sock, self._read, peer)
+
+    def _read(self, peer: _Peer) -> None:
+        """All packets that have come from one process."""
+        while peer in self._peers:
+            try:
+                packet = peer.sock.recv(MAX_PACKET)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                self._lost(peer)
+                return
+            self._handle(peer, msgpack.unpackb(packet, use_list=False))
+
+    def _handle(self, peer: _Peer, message: tuple[Any, ...]) -> None:
+        kind, *rest = message
+        if kind == "events":
+            self.listener.on_events(*rest)
+        elif kind == "attach":
+            peer.rank = rest[0]
+            sizes = msgpack.packb(["boxes", self.outbox.num_bytes, self.inbox.num_bytes])
+            socket.send_fds(peer.sock, [sizes], [self.outbox.fd, self.inbox.fd])
+        elif kind == "hello":
+            self.listener.on_hello(*rest)
+        elif kind == "refused":
+            self.listener.on_refused(rest[1])
+
+    def _lost(self, peer: _Peer) -> None:
+        had_ranks = any(p.rank is not None for p in self._peers)
+        self._drop(peer)
+        self.listener.on_process_lost()
+        if had_ranks and not any(p.rank is not None for p in self._peers):
+            self.listener.on_ranks_lost()
+
+    def _drop(self, peer: _Peer) -> None:
+        assert self._loop is not None
+        self._loop.remove_reader(peer.sock)
+        peer.sock.close()
+        self._peers.discard(peer)

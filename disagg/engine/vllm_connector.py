@@ -1,0 +1,184 @@
+"""The KV connector that vLLM loads in its engine process: block arithmetic beside the scheduler, copies beside the model.
+
+Named by `kv_connector_module_path`. All copies are made by the worker side in step order, so vLLM frees blocks as it always does:
+what a step stages is copied before any later step can write those blocks, and a load is over before the step that needs it computes.
+Layer hooks do nothing, so full CUDA graphs stay on. Nothing here raises for the fault of one request: a load that cannot be done
+reports its blocks as invalid, and vLLM fails that request alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from disagg.engine.vllm_channel import ADDRESS_ENV, RankChannel, hold_lifeline
+from disagg.engine.vllm_memory import CacheBlocks, RankBoxes
+from disagg.engine.vllm_patches import patch_runner
+from disagg.engine.vllm_plan import Planner, StepPlan
+from disagg.errors import ConfigError
+from disagg.kv.layout import KvLayout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Metadata(KVConnectorMetadata):  # type: ignore[misc]
+    """What the scheduler side hands to the worker side, once per step."""
+
+    plan: StepPlan
+
+
+class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """vLLM makes one in the scheduler's process and one beside each rank's model."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        hold_lifeline()
+        self._block_tokens = int(vllm_config.cache_config.block_size)
+        self._planner = Planner(self._block_tokens)
+        self._boxes: RankBoxes | None = None
+        self._failed_blocks: set[int] = set()
+        self._channel: RankChannel | None = None
+        if role == KVConnectorRole.WORKER:
+            patch_runner(vllm_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: what a finished step staged is in the box already, so a preemption takes nothing away."""
+        return False
+
+    # Scheduler side
+
+    def on_new_request(self, request: Request) -> None:
+        self._planner.add(request.request_id, request.kv_transfer_params)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._planner.matched_tokens(request.request_id, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._planner.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        state = scheduler_output.kv_connector_block_state
+        assert state is not None
+        return _Metadata(self._planner.step(_computed_tokens(scheduler_output), lambda request_id: state.resolve_block_ids(request_id)[0]))
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._planner.finished(request.request_id)
+        return False, None
+
+    # Worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        rank = int(get_tensor_model_parallel_rank())
+        channel = self._channel = RankChannel(rank, os.environ[ADDRESS_ENV])
+        try:
+            cache, layout = _describe(self._vllm_config, self._kv_cache_config, kv_caches)
+        except ConfigError as error:
+            channel.refuse(error.message)
+            raise
+        self._boxes = RankBoxes(cache, rank, channel.outbox, channel.inbox, layout.frame_blocks, channel.send_events)
+        channel.hello(dataclasses.asdict(layout))
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        plan = self._plan()
+        if not plan.loads:
+            return
+        assert self._boxes is not None
+        for copy in plan.loads:
+            if self._boxes.fits(copy, self._block_tokens):
+                self._boxes.load([copy], self._block_tokens)
+            else:
+                logger.error("transfer %s does not lie in the inbox; its request fails", copy.transfer_id)
+                self._failed_blocks.update(copy.block_ids)
+
+    def wait_for_save(self) -> None:
+        plan = self._plan()
+        if not (plan.loads or plan.stages or plan.ended_writes or plan.ended_reads):
+            return
+        boxes = self._boxes
+        assert boxes is not None
+        placed = boxes.stage([copy for copy in plan.stages if boxes.fits(copy, self._block_tokens)], self._block_tokens)
+        boxes.finish_step(
+            lambda: [
+                *(("staged", *frame) for frame in boxes.frames(placed)),
+                *(("write_ended", transfer_id) for transfer_id in plan.ended_writes),
+                *(("read_ended", copy.transfer_id) for copy in plan.loads),
+                *(("read_ended", transfer_id) for transfer_id in plan.ended_reads),
+            ]
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads are over, or ordered on the stream, before the forward pass."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: a step's blocks are staged once, after it."""
+
+    def _plan(self) -> StepPlan:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, _Metadata)
+        return metadata.plan
+
+
+def _computed_tokens(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
+    """(request id, tokens computed once this step has run) of every request in it."""
+    scheduled = output.num_scheduled_tokens
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens + scheduled[new.req_id]
+    cached = output.scheduled_cached_reqs
+    for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield request_id, num_computed + scheduled[request_id]
+
+
+def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> tuple[CacheBlocks, KvLayout]:
+    """The rank's cache as byte rows and its layout. Raises ConfigError for models whose cache is not one group of full attention."""
+    groups = kv_cache_config.kv_cache_groups
+    spec = groups[0].kv_cache_spec if len(groups) == 1 else None
+    windowed = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    if not isinstance(spec, FullAttentionSpec) or windowed or vllm_config.parallel_config.pipeline_parallel_size > 1:
+        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+        raise ConfigError(
+            f"the KV cache has {len(groups)} group(s) of {', '.join(kinds)}; KV hand-over needs one group of full attention",
+            key="model",
+            value=vllm_config.model_config.model,
+            expected="a decoder model with full attention in every layer, without pipeline parallelism",
+        )
+    cache = CacheBlocks.of(kv_caches, kv_cache_config.num_blocks)
+    tensor = next(iter(kv_caches.values()))
+    layer = vllm_config.compilation_config.static_forward_context[groups[0].layer_names[0]]
+    layout = KvLayout(
+        model=str(vllm_config.kv_transfer_config.get_from_extra_config("model_fingerprint", "")),
+        backend=f"{layer.get_attn_backend().get_name()}/{_cache_layout_name(vllm_config)}",
+        dtype=f"{str(tensor.dtype).removeprefix('torch.')}/{vllm_config.cache_config.cache_dtype}",
+        block_tokens=int(spec.block_size),
+        num_layers=len(cache.layers),
+        block_bytes=cache.block_bytes,
+        num_ranks=int(vllm_config.parallel_config.tensor_parallel_size),
+    )
+    return cache, layout
+
+
+def _cache_layout_name(vllm_config: VllmConfig) -> str:
+    """vLLM's name of the physical order of dimensions, part of what must be equal on both sides."""
+    return str(getattr(vllm_config.cache_config.get_resolved_kv_cache_layout(), "name", "unnamed"))

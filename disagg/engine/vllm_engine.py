@@ -1,0 +1,354 @@
+"""Engine `vllm`: vLLM's AsyncLLM with our KV connector, as one engine of a worker.
+
+The worker process holds this object, both boxes and all bookkeeping. vLLM's engine runs in a process of its own, which maps the boxes and
+tells over the channel (vllm_channel) what it has staged, and when it will never touch an entry again.
+
+    prefill   vLLM request: context, one token                        the connector stages the context's blocks, chunk by chunk
+    decode    vLLM request: context + first token as its prompt       the connector loads the context's blocks; one token is computed
+    generate  vLLM request: context                                   no connector
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from disagg.engine.engine import Chunks
+from disagg.engine.vllm_args import engine_args, engine_environment
+from disagg.engine.vllm_channel import BoxMemory, WorkerChannel
+from disagg.engine.vllm_ledger import EntryLedger
+from disagg.engine.vllm_plan import READ, WRITE
+from disagg.engine.vllm_sampling import Limits, check, chunk_of, finish_of, sampling_params, tokens_of
+from disagg.engine.vllm_stats import EngineStats, StatsRecorder
+from disagg.errors import ConfigError, EngineError, InvalidRequestError
+from disagg.kv.api import InboxEntry, OutboxEntry
+from disagg.kv.layout import KvLayout
+from disagg.types import Chunk, EngineState, FinishReason, ModelInfo, Prefilled, Request
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 30.0  # from vLLM being ready to the last rank's hello, which has usually come before
+SHUTDOWN_TIMEOUT_S = 5.0
+_environment_lock = threading.Lock()
+
+
+async def start_vllm_engine(
+    model: str, args: Mapping[str, Any], outbox: BoxMemory, inbox: BoxMemory, name: str, cores: Sequence[int] | None = None
+) -> VllmEngine:
+    """Starts vLLM on `model` (a local folder or hub name) and returns once it serves.
+
+    `args`: fields of vLLM's AsyncEngineArgs. `outbox`/`inbox`: boxes that the engine's process maps; they must outlive the engine.
+    `cores`: the cores on which a CPU engine computes (None: all). Raises ConfigError for arguments or models that cannot serve.
+    """
+    checked = engine_args(model, args)
+    ledger = EntryLedger()
+    channel = WorkerChannel(outbox, inbox, ledger)
+    channel.open()
+    try:
+        llm, recorders = await _start_llm(checked, engine_environment(channel.address, cores, args), ledger)
+    except BaseException:
+        channel.close()
+        raise
+    engine = VllmEngine(name, model, llm, channel, ledger, recorders)
+    try:
+        await asyncio.wait_for(ledger.ready.wait(), HELLO_TIMEOUT_S)
+    except BaseException as error:
+        await engine.close()
+        if isinstance(error, TimeoutError):
+            raise EngineError(f"engine {name}: its KV connector did not report within {HELLO_TIMEOUT_S:.0f} s") from error
+        raise
+    return engine
+
+
+async def _start_llm(args: AsyncEngineArgs, env: Mapping[str, str], ledger: EntryLedger) -> tuple[AsyncLLM, list[StatsRecorder]]:
+    """AsyncLLM, made in a thread because it blocks until the engine's process has loaded its weights."""
+    recorders: list[StatsRecorder] = []
+
+    def record(vllm_config: Any, engine_index: int = 0) -> StatsRecorder:
+        recorders.append(StatsRecorder(vllm_config, engine_index))
+        return recorders[-1]
+
+    def make() -> AsyncLLM:
+        with _environment_lock, _environment(env):
+            return AsyncLLM.from_engine_args(args, stat_loggers=[record])
+
+    making = asyncio.ensure_future(asyncio.to_thread(make))
+    try:
+        return await asyncio.shield(making), recorders
+    except asyncio.CancelledError:
+        making.add_done_callback(_shut_down_orphan)
+        raise
+    except Exception as error:
+        reason = ledger.refusal or str(error)
+        raise ConfigError(
+            f"vLLM does not start: {reason}", key="engine", value=args.model, expected="a model that vLLM can serve"
+        ) from error
+
+
+def _shut_down_orphan(making: asyncio.Future[AsyncLLM]) -> None:
+    """The caller stopped waiting for a start: what came up meanwhile goes down again."""
+    if not making.cancelled() and making.exception() is None:
+        making.result().shutdown(SHUTDOWN_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables for the processes that start inside, then puts the old ones back."""
+    old = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in old.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+class VllmEngine:
+    """One running vLLM engine; implements `Engine`. Made by `start_vllm_engine`, ended by `close`."""
+
+    def __init__(
+        self, name: str, model: str, llm: AsyncLLM, channel: WorkerChannel, ledger: EntryLedger, recorders: Sequence[StatsRecorder]
+    ) -> None:
+        self.name = name
+        self._model = model
+        self._llm = llm
+        self._channel = channel
+        self._ledger = ledger
+        self._recorders = recorders
+        self._limits = _limits(llm)
+        self._is_closed = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._waiting_tokens: dict[int, int] = {}  # tokens to compute, of calls without a token yet, by a key of the call
+        self._num_running = 0
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._ledger.layouts[0]
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What a gateway must know of the model."""
+        layout = self.layout
+        return ModelInfo(
+            name=self._model,
+            max_model_len=self._limits.max_model_len,
+            vocab_size=self._limits.vocab_size,
+            kv_bytes_per_token=layout.num_ranks * layout.slab_bytes // layout.block_tokens,
+            eos_token_ids=self._limits.eos_token_ids,
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        return not (self._is_closed or self._ledger.dead.is_set() or self._llm.errored)
+
+    async def wait_dead(self) -> None:
+        await self._ledger.dead.wait()
+
+    async def prefill(self, request: Request, entry: OutboxEntry) -> Prefilled:
+        try:
+            self._check(request)
+            params = sampling_params(
+                request,
+                self._limits,
+                max_tokens=1,
+                num_earlier=len(request.prior_output),
+                transfer={WRITE: [entry.transfer_id, entry.offset, entry.num_tokens]},
+            )
+            self._ledger.open_write(entry)
+        except BaseException:
+            entry.end_write()
+            raise
+        context = [*request.prompt_token_ids, *request.prior_output]
+        async with aclosing(self._outputs(request, context, params, (WRITE, entry.transfer_id))) as outputs:
+            async for output in outputs:
+                completion = output.outputs[0]
+                if completion.token_ids:
+                    finish = self._first_finish(request, finish_of(completion, request.request_id))
+                    first = tokens_of(completion, request.sampling.logprobs)[0]
+                    return Prefilled(first, finish, output.num_cached_tokens or 0)
+                finish_of(completion, request.request_id)
+        raise EngineError(f"vLLM ended the prefill of request {request.request_id} without a token")
+
+    def _first_finish(self, request: Request, finish: FinishReason | None) -> FinishReason | None:
+        """Whether the first token ends the whole answer: the leg's own `length` says nothing, for it ends after one token anyway."""
+        is_last = request.remaining_tokens <= 1 or request.num_context_tokens + 1 >= self._limits.max_model_len
+        return FinishReason.STOP if finish is FinishReason.STOP else FinishReason.LENGTH if is_last else None
+
+    def decode(self, request: Request, prefilled: Prefilled, entry: InboxEntry) -> Chunks:
+        return _EntryChunks(self._decode(request, prefilled, entry), entry)
+
+    async def _decode(self, request: Request, prefilled: Prefilled, entry: InboxEntry) -> AsyncGenerator[Chunk]:
+        try:
+            self._check(request)
+            if request.remaining_tokens < 2:
+                raise InvalidRequestError(
+                    field="max_tokens", value=request.sampling.max_tokens, expected="room for a token after the first one"
+                )
+            params = sampling_params(
+                request,
+                self._limits,
+                max_tokens=request.remaining_tokens - 1,
+                num_earlier=len(request.prior_output) + 1,
+                transfer={READ: [entry.transfer_id, entry.offset, entry.num_tokens]},
+            )
+            self._ledger.open_read(entry)
+        except BaseException:
+            entry.end_read()
+            raise
+        prompt = [*request.prompt_token_ids, *request.prior_output, prefilled.first.token_id]
+        async with aclosing(self._outputs(request, prompt, params, (READ, entry.transfer_id))) as outputs:
+            async for output in outputs:
+                yield chunk_of(output.outputs[0], request)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk]:
+        self._check(request)
+        params = sampling_params(
+            request, self._limits, max_tokens=request.remaining_tokens, num_earlier=len(request.prior_output), transfer=None
+        )
+        async with aclosing(self._outputs(request, [*request.prompt_token_ids, *request.prior_output], params, None)) as outputs:
+            async for output in outputs:
+                yield chunk_of(output.outputs[0], request)
+
+    def state(self) -> EngineState:
+        stats = self._recorders[0].stats if self._recorders else EngineStats()
+        total = int(self._llm.vllm_config.cache_config.num_gpu_blocks or 0) * self.layout.block_tokens
+        return EngineState(
+            epoch="",
+            waiting_requests=len(self._waiting_tokens),
+            waiting_tokens=sum(self._waiting_tokens.values()),
+            running_requests=self._num_running,
+            free_kv_tokens=round(total * (1 - stats.kv_usage)),
+            total_kv_tokens=total,
+            step_s=stats.step_s,
+            preemptions=stats.preemptions,
+        )
+
+    async def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_TIMEOUT_S)
+        self._channel.close()
+        self._ledger.dead.set()
+        self._ledger.on_ranks_lost()
+
+    def _check(self, request: Request) -> None:
+        if not self.is_alive:
+            raise EngineError(f"engine {self.name} is dead")
+        check(request, self._limits)
+
+    async def _outputs(
+        self, request: Request, prompt: list[int], params: SamplingParams, transfer: tuple[str, str] | None
+    ) -> AsyncGenerator[RequestOutput]:
+        """vLLM's outputs of one request, its errors as ours. Closing it aborts the request in the engine.
+
+        `transfer`: kind and id of the entry that the ledger holds open for this request; the engine ends it, except where it never saw it.
+        """
+        queue = await self._add(request, prompt, params, transfer)
+        key = id(queue)
+        self._waiting_tokens[key] = 1 if transfer is not None and transfer[0] == READ else len(prompt)
+        is_finished = False
+        try:
+            while not is_finished:
+                output = queue.get_nowait() or await queue.get()
+                if self._waiting_tokens.pop(key, None) is not None:
+                    self._num_running += 1
+                is_finished = output.finished
+                if is_finished and transfer is not None and output.outputs[0].finish_reason == "error":
+                    self._ledger.end(*transfer)  # given up before it ran, or after its load: not touched again either way
+                yield output
+        except EngineDeadError as error:
+            is_finished = True
+            raise EngineError(f"engine {self.name} died") from error
+        finally:
+            if self._waiting_tokens.pop(key, None) is None:
+                self._num_running -= 1
+            if not is_finished:
+                self._spawn(self._llm.abort(queue.request_id, internal=True))
+            queue.close()
+
+    async def _add(self, request: Request, prompt: list[int], params: SamplingParams, transfer: tuple[str, str] | None) -> Any:
+        """Hands the request to vLLM; cancelled half-way, it is aborted once it is in. Raises InvalidRequestError or EngineError."""
+        priority = -request.priority if self._llm.vllm_config.scheduler_config.policy == "priority" else 0
+        adding = self._spawn(self._llm.add_request(request.request_id, tokens_input(prompt), params, priority=priority))
+        try:
+            return await asyncio.shield(adding)
+        except asyncio.CancelledError:
+            adding.add_done_callback(lambda _: self._abort_added(adding, transfer))
+            raise
+        except EngineDeadError as error:
+            raise EngineError(f"engine {self.name} died") from error
+        except (VLLMValidationError, ValueError) as error:
+            self._end(transfer)
+            raise InvalidRequestError(str(error), field="request", value=request.request_id, expected="what vLLM accepts") from error
+        except BaseException:
+            self._end(transfer)
+            raise
+
+    def _abort_added(self, adding: asyncio.Task[Any], transfer: tuple[str, str] | None) -> None:
+        if adding.cancelled() or adding.exception() is not None:
+            self._end(transfer)
+        else:
+            self._spawn(self._llm.abort(adding.result().request_id, internal=True))
+
+    def _end(self, transfer: tuple[str, str] | None) -> None:
+        if transfer is not None:
+            self._ledger.end(*transfer)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """A task of this engine: kept until it is done."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+class _EntryChunks:
+    """The chunks of a decode. Closing them before the first one was asked for ends the entry too, which a generator's body would not."""
+
+    def __init__(self, chunks: AsyncGenerator[Chunk], entry: InboxEntry) -> None:
+        self._chunks = chunks
+        self._entry = entry
+        self._is_started = False
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        self._is_started = True
+        return await anext(self._chunks)
+
+    async def aclose(self) -> None:
+        if not self._is_started:
+            self._entry.end_read()
+        await self._chunks.aclose()
+
+
+def _limits(llm: AsyncLLM) -> Limits:
+    config = llm.model_config
+    eos = (config.try_get_generation_config() or {}).get("eos_token_id") or getattr(config.hf_config, "eos_token_id", None)
+    ids = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+    return Limits(
+        max_model_len=int(config.max_model_len),
+        vocab_size=int(config.get_vocab_size()),
+        eos_token_ids=ids,
+        has_v1_runner=not llm.vllm_config.use_v2_model_runner,
+        max_logprobs=int(config.max_logprobs),
+    )

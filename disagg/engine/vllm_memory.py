@@ -1,0 +1,202 @@
+"""Copies between vLLM's paged KV cache and a box entry.
+
+    cache:  per layer a tensor whose first dimension is the block; inside a block whatever order the attention backend keeps
+    entry:  [blocks, layers, block_bytes] of one rank, contiguous
+
+Raw bytes both ways, so a round trip is exact for every backend. CPU copies are done when the call returns. GPU copies are ordered on the
+compute stream against page-locked box memory, and their events are sent by a thread that sleeps until the copy is over, so the
+engine's step never waits for them. (The GPU half has not run on a GPU yet; everything specific to it is in `_GpuBoxes`.)
+"""
+
+from __future__ import annotations
+
+import mmap
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from disagg.engine.vllm_plan import Copy
+from disagg.errors import ConfigError
+
+Frame = tuple[str, int, int, int]  # transfer id, first block, number of blocks, xxh3_64 of their bytes
+
+
+def layer_bytes(cache: torch.Tensor) -> torch.Tensor:
+    """A byte view [num_blocks, block_bytes] of one layer's cache [num_blocks, ...], without a copy.
+
+    Raises ConfigError when a block's bytes are not one contiguous run (a cache layout that interleaves layers or blocks by head).
+    """
+    inner = [(size, stride) for size, stride in zip(cache.shape[1:], cache.stride()[1:], strict=True) if size > 1]
+    block_elements = cache[0].numel()
+    span = 1 + sum((size - 1) * stride for size, stride in inner)
+    if span != block_elements:
+        raise ConfigError(
+            f"the attention backend keeps a block of {block_elements} elements spread over {span}; KV hand-over needs blocks in one piece",
+            key="engine.args.kv_cache_layout",
+            value=f"shape {tuple(cache.shape)}, strides {cache.stride()}",
+            expected="a block-compact cache layout (layers and blocks outermost)",
+        )
+    rows = cache.as_strided((cache.shape[0], block_elements), (cache.stride(0), 1))
+    return rows.view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBlocks:
+    """All layers of one rank's cache as byte rows: `layers[i]` is [num_blocks, block_bytes]."""
+
+    layers: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> CacheBlocks:
+        """From vLLM's per-layer tensors, in layer order; layers that share a tensor count once. Raises ConfigError."""
+        rows: dict[int, torch.Tensor] = {}
+        for name, cache in kv_caches.items():
+            if not isinstance(cache, torch.Tensor) or cache.shape[0] != num_blocks:
+                raise ConfigError(
+                    f"layer {name} keeps state that is not {num_blocks} KV blocks; only attention caches can be handed over",
+                    key="model",
+                    value=name,
+                    expected="a decoder model with full attention in every layer",
+                )
+            rows.setdefault(cache.data_ptr(), layer_bytes(cache))
+        layers = tuple(rows.values())
+        if len({layer.shape for layer in layers}) != 1:
+            shapes = sorted({tuple(layer.shape) for layer in layers})
+            raise ConfigError(f"layers of unlike cache sizes {shapes}", key="model", value=shapes, expected="equal layers")
+        return cls(layers)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer."""
+        return int(self.layers[0].shape[1])
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return len(self.layers) * self.block_bytes
+
+    @property
+    def is_cpu(self) -> bool:
+        return bool(self.layers[0].device.type == "cpu")
+
+    def gather(self, block_ids: Sequence[int], out: torch.Tensor) -> None:
+        """Cache -> `out` [len(block_ids), layers, block_bytes]."""
+        index = _index(block_ids, self.layers[0].device)
+        for i, layer in enumerate(self.layers):
+            out[:, i].copy_(_rows(layer, index), non_blocking=True)
+
+    def scatter(self, block_ids: Sequence[int], source: torch.Tensor) -> None:
+        """`source` [len(block_ids), layers, block_bytes] -> cache."""
+        index = _index(block_ids, self.layers[0].device)
+        for i, layer in enumerate(self.layers):
+            if isinstance(index, slice):
+                layer[index].copy_(source[:, i], non_blocking=True)
+            else:
+                layer.index_copy_(0, index, source[:, i].to(layer.device, non_blocking=True))
+
+
+def _index(block_ids: Sequence[int], device: torch.device) -> slice | torch.Tensor:
+    """A slice when the ids are consecutive (the usual case: plain memcpy), else an index tensor."""
+    first = block_ids[0]
+    if list(block_ids) == list(range(first, first + len(block_ids))):
+        return slice(first, first + len(block_ids))
+    return torch.tensor(block_ids, dtype=torch.int64, device=device)
+
+
+def _rows(layer: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
+    return layer[index] if isinstance(index, slice) else layer.index_select(0, index)
+
+
+class RankBoxes:
+    """One rank's part of both boxes: stages and loads `Copy` jobs, and knows when each is over.
+
+    `outbox`/`inbox`: the mapped boxes. `frame_blocks`: blocks per digest. `send`: takes one step's events in order.
+    """
+
+    def __init__(
+        self, cache: CacheBlocks, rank: int, outbox: mmap.mmap, inbox: mmap.mmap, frame_blocks: int, send: Callable[[list[Any]], None]
+    ) -> None:
+        self._cache = cache
+        self._rank = rank
+        self._outbox = torch.frombuffer(outbox, dtype=torch.uint8)
+        self._inbox = torch.frombuffer(inbox, dtype=torch.uint8)
+        self._outbox_bytes = memoryview(outbox)
+        self._frame_blocks = frame_blocks
+        self._send = send
+        self._gpu = None if cache.is_cpu else _GpuBoxes((self._outbox, self._inbox), send)
+
+    def fits(self, copy: Copy, block_tokens: int) -> bool:
+        """Whether the entry named by `copy` lies inside the boxes and has as many blocks as the copy names."""
+        num_blocks = -(-copy.num_tokens // block_tokens)
+        end = copy.offset + (self._rank + 1) * num_blocks * self._cache.slab_bytes
+        inside = copy.offset >= 0 and end <= min(self._outbox.numel(), self._inbox.numel())
+        return inside and 0 < len(copy.block_ids) <= num_blocks - copy.first_block
+
+    def _entry(self, box: torch.Tensor, copy: Copy, block_tokens: int) -> tuple[torch.Tensor, int]:
+        """The copy's blocks in `box` as [blocks, layers, block_bytes], and their byte offset in the box."""
+        rank_bytes = -(-copy.num_tokens // block_tokens) * self._cache.slab_bytes
+        start = copy.offset + self._rank * rank_bytes + copy.first_block * self._cache.slab_bytes
+        n = len(copy.block_ids)
+        flat = box[start : start + n * self._cache.slab_bytes]
+        return flat.view(n, len(self._cache.layers), self._cache.block_bytes), start
+
+    def load(self, copies: Sequence[Copy], block_tokens: int) -> None:
+        """Inbox -> cache, before the step's forward pass."""
+        for copy in copies:
+            source, _ = self._entry(self._inbox, copy, block_tokens)
+            self._cache.scatter(copy.block_ids, source)
+
+    def stage(self, copies: Sequence[Copy], block_tokens: int) -> list[tuple[Copy, int]]:
+        """Cache -> outbox, after the step's forward pass. Returns each copy with its byte offset, for `frames`."""
+        placed = []
+        for copy in copies:
+            out, start = self._entry(self._outbox, copy, block_tokens)
+            self._cache.gather(copy.block_ids, out)
+            placed.append((copy, start))
+        return placed
+
+    def frames(self, placed: Sequence[tuple[Copy, int]]) -> list[Frame]:
+        """Digests of staged copies, a frame of at most `frame_blocks` blocks each."""
+        frames = []
+        for copy, start in placed:
+            for first in range(0, len(copy.block_ids), self._frame_blocks):
+                n = min(self._frame_blocks, len(copy.block_ids) - first)
+                at = start + first * self._cache.slab_bytes
+                digest = xxhash.xxh3_64_intdigest(self._outbox_bytes[at : at + n * self._cache.slab_bytes])
+                frames.append((copy.transfer_id, copy.first_block + first, n, digest))
+        return frames
+
+    def finish_step(self, make_events: Callable[[], list[Any]]) -> None:
+        """Sends `make_events()` once this step's copies are over: now on a CPU, after the stream reached here on a GPU."""
+        if self._gpu is None:
+            self._send(make_events())
+        else:
+            self._gpu.after_copies(make_events)
+
+
+class _GpuBoxes:
+    """Page-locks the boxes, and sends events when the compute stream has passed their copies."""
+
+    def __init__(self, boxes: Sequence[torch.Tensor], send: Callable[[list[Any]], None]) -> None:
+        runtime = torch.cuda.cudart()
+        for box in boxes:
+            torch.cuda.check_error(runtime.cudaHostRegister(box.data_ptr(), box.numel(), 0))
+        self._send = send
+        self._pending: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], list[Any]]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="disagg-copies", daemon=True).start()
+
+    def after_copies(self, make_events: Callable[[], list[Any]]) -> None:
+        event = torch.cuda.Event(blocking=True)  # blocking: the thread sleeps instead of spinning
+        event.record()
+        self._pending.put((event, make_events))
+
+    def _run(self) -> None:
+        while True:
+            event, make_events = self._pending.get()
+            event.synchronize()
+            self._send(make_events())

@@ -1,0 +1,133 @@
+"""What each engine step must copy: decided on the scheduler's side of the connector, pure block arithmetic.
+
+Writes (prefill): after a step, every block that the request has filled is final, except the last one of the context, which is final
+when the whole context is computed. Each block is staged once, in order; blocks that a prefix cache already held go with the first
+chunk. A preempted request is recomputed into other blocks; what was staged before stays staged.
+
+Reads (decode): the inbox is complete before the request enters the engine. Its request is context + first token, so the engine computes
+exactly one token, and matched are the context's tokens that the local prefix cache lacks. Loaded once: a preempted request finds its
+entry consumed and recomputes. An entry is ended exactly once, also when nothing had to be loaded or the request was aborted before it ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+WRITE, READ = "write", "read"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy engine blocks `block_ids` to or from blocks [first_block, ...) of the entry at `offset` of its box.
+
+    `num_tokens`: context tokens of the entry, which give its shape.
+    """
+
+    transfer_id: str
+    offset: int
+    num_tokens: int
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step's work on the boxes: loads before the forward pass, stages after it, then the ends."""
+
+    loads: tuple[Copy, ...] = ()
+    stages: tuple[Copy, ...] = ()
+    ended_writes: tuple[str, ...] = ()
+    ended_reads: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """One request's transfer. `next_block`: blocks staged so far (writes). `consumed`: loaded, or found unneeded (reads)."""
+
+    transfer_id: str
+    offset: int
+    num_tokens: int
+    next_block: int = 0
+    consumed: bool = False
+
+
+@dataclass(slots=True)
+class Planner:
+    """State of all transfers of one engine, by engine request id. `block_tokens`: tokens per cache block."""
+
+    block_tokens: int
+    _writes: dict[str, _Transfer] = field(default_factory=dict)
+    _reads: dict[str, _Transfer] = field(default_factory=dict)
+    _loads: list[Copy] = field(default_factory=list)
+    _ended_writes: list[str] = field(default_factory=list)
+    _ended_reads: list[str] = field(default_factory=list)
+
+    def add(self, request_id: str, params: Mapping[str, Any] | None) -> None:
+        """A request entered the engine. `params`: {"write" | "read": [transfer_id, offset, num_tokens]}, or none of ours."""
+        for kind, known in ((WRITE, self._writes), (READ, self._reads)):
+            if params and kind in params:
+                transfer_id, offset, num_tokens = params[kind]
+                known[request_id] = _Transfer(transfer_id, offset, num_tokens)
+
+    def matched_tokens(self, request_id: str, num_computed_tokens: int) -> int:
+        """Tokens that the inbox holds beyond the `num_computed_tokens` cached ones. No side effects."""
+        read = self._reads.get(request_id)
+        if read is None or read.consumed:
+            return 0
+        return max(0, read.num_tokens - num_computed_tokens)
+
+    def allocated(self, request_id: str, block_ids: Sequence[int], num_loaded_tokens: int) -> None:
+        """The request runs in this step in `block_ids`, of which the last `num_loaded_tokens` tokens of its context are to be loaded."""
+        read = self._reads.get(request_id)
+        if read is None or read.consumed:
+            return
+        read.consumed = True
+        if num_loaded_tokens <= 0:
+            self._ended_reads.append(read.transfer_id)
+            return
+        first = (read.num_tokens - num_loaded_tokens) // self.block_tokens
+        ids = tuple(block_ids[first : self._num_blocks(read.num_tokens)])
+        self._loads.append(Copy(read.transfer_id, read.offset, read.num_tokens, first, ids))
+
+    def finished(self, request_id: str) -> None:
+        """The request left the engine, by whatever way; it may never have run."""
+        write = self._writes.pop(request_id, None)
+        if write is not None:
+            self._ended_writes.append(write.transfer_id)
+        read = self._reads.pop(request_id, None)
+        if read is not None and not read.consumed:
+            self._ended_reads.append(read.transfer_id)
+
+    def step(self, computed: Iterable[tuple[str, int]], block_ids_of: Callable[[str], Sequence[int]]) -> StepPlan:
+        """The plan of the step that is being scheduled. `computed`: (request id, tokens computed once the step has run)."""
+        stages = []
+        if self._writes:
+            for request_id, num_computed in computed:
+                write = self._writes.get(request_id)
+                if write is None:
+                    continue
+                copy = self._stage(write, num_computed, block_ids_of, request_id)
+                if copy is not None:
+                    stages.append(copy)
+                if write.next_block == self._num_blocks(write.num_tokens):
+                    self._ended_writes.append(write.transfer_id)
+                    del self._writes[request_id]
+        plan = StepPlan(tuple(self._loads), tuple(stages), tuple(self._ended_writes), tuple(self._ended_reads))
+        self._loads.clear()
+        self._ended_writes.clear()
+        self._ended_reads.clear()
+        return plan
+
+    def _stage(self, write: _Transfer, num_computed: int, block_ids_of: Callable[[str], Sequence[int]], request_id: str) -> Copy | None:
+        whole = num_computed >= write.num_tokens
+        end = self._num_blocks(write.num_tokens) if whole else num_computed // self.block_tokens
+        first = write.next_block
+        if end <= first:
+            return None
+        write.next_block = end
+        return Copy(write.transfer_id, write.offset, write.num_tokens, first, tuple(block_ids_of(request_id)[first:end]))
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_tokens)
