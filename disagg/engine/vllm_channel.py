@@ -1,6 +1,7 @@
 """The line between a worker process and the processes of its vLLM engine: one unix socket, shared memory, small messages.
 
-    engine process, at its start     lifeline ----> worker     a socket on which nothing is said: its end means death
+    engine process, at its start     lifeline ----> worker     its end means death
+                                     <------------- worker     bye: the engine is closed, exit
     engine rank, connector start     attach ------> worker
                                      <------------- worker     sizes and file descriptors of both boxes (SCM_RIGHTS)
                                      hello -------> worker     rank and cache layout, or refused: why it cannot serve
@@ -16,6 +17,7 @@ Standard library and msgpack only: the engine process uses this before torch is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import mmap
 import os
@@ -61,15 +63,17 @@ def _connect(address: str) -> socket.socket:
 
 
 def _exit_at_end_of(sock: socket.socket) -> None:
-    """Ends this process when the worker's end of `sock` closes. The thread sleeps in recv until then."""
+    """Ends this process when the worker says bye or its end of `sock` closes. The thread sleeps in recv until then.
+
+    At once and without clean-up: nothing of an engine outlives its worker, and the kernel frees memory and sockets.
+    """
 
     def watch() -> None:
         try:
-            while sock.recv(MAX_PACKET):
-                pass
+            packet = sock.recv(MAX_PACKET)
         except OSError:
-            pass
-        os._exit(1)  # no clean-up: the worker that it would be for is gone, and the kernel frees memory and sockets
+            packet = b""
+        os._exit(0 if packet else 1)
 
     threading.Thread(target=watch, name="disagg-lifeline", daemon=True).start()
 
@@ -175,6 +179,13 @@ class WorkerChannel:
         self._server.bind("\0" + self.address)
         self._server.listen(64)
         self._loop.add_reader(self._server, self._accept)
+
+    def dismiss(self) -> None:
+        """Tell every engine process to exit; their ends are reported as usual."""
+        for peer in self._peers:
+            if peer.rank is None:
+                with contextlib.suppress(OSError):
+                    peer.sock.send(msgpack.packb(["bye"]))
 
     def close(self) -> None:
         """Let go of every engine process; those still alive end themselves. Idempotent."""

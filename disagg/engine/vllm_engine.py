@@ -37,12 +37,13 @@ from disagg.engine.vllm_stats import EngineStats, StatsRecorder
 from disagg.errors import ConfigError, EngineError, InvalidRequestError
 from disagg.kv.api import InboxEntry, OutboxEntry
 from disagg.kv.layout import KvLayout
-from disagg.types import Chunk, EngineState, FinishReason, ModelInfo, Prefilled, Request
+from disagg.types import Chunk, EngineState, FinishReason, ModelInfo, Prefilled, Request, Sampling
 
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 30.0  # from vLLM being ready to the last rank's hello, which has usually come before
 SHUTDOWN_TIMEOUT_S = 5.0
+WARM_UP_TOKENS = 40  # more than a block, so that one lands in the prefix cache too
 _environment_lock = threading.Lock()
 
 
@@ -66,6 +67,7 @@ async def start_vllm_engine(
     engine = VllmEngine(name, model, llm, channel, ledger, recorders)
     try:
         await asyncio.wait_for(ledger.ready.wait(), HELLO_TIMEOUT_S)
+        await engine._warm_up()
     except BaseException as error:
         await engine.close()
         if isinstance(error, TimeoutError):
@@ -137,6 +139,7 @@ class VllmEngine:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._waiting_tokens: dict[int, int] = {}  # tokens to compute, of calls without a token yet, by a key of the call
         self._num_running = 0
+        self._watcher = asyncio.ensure_future(self._watch())
 
     @property
     def layout(self) -> KvLayout:
@@ -244,10 +247,34 @@ class VllmEngine:
         if self._is_closed:
             return
         self._is_closed = True
+        self._fail_pending()
+        self._channel.dismiss()
         await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_TIMEOUT_S)
         self._channel.close()
         self._ledger.dead.set()
         self._ledger.on_ranks_lost()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """Fails what is pending as soon as an engine process ends; vLLM itself notices later."""
+        await self._ledger.dead.wait()
+        if not self._is_closed:
+            logger.error("engine %s died", self.name)
+            self._fail_pending()
+
+    def _fail_pending(self) -> None:
+        """Every pending call raises EngineError now. vLLM's output task goes first: it would log its end as a fault."""
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()
+        self._llm.output_processor.propagate_error(EngineDeadError())
+
+    async def _warm_up(self) -> None:
+        """First uses compile and allocate: spend them on a request of nobody, so that no client waits for them."""
+        tokens = min(WARM_UP_TOKENS, self._limits.max_model_len - 2)
+        sampling = Sampling(max_tokens=2, temperature=0.0, ignore_eos=True, logprobs=min(1, self._limits.max_logprobs))
+        async with aclosing(self.generate(Request("warm-up", (0,) * tokens, sampling))) as chunks:
+            async for _ in chunks:
+                pass
 
     def _check(self, request: Request) -> None:
         if not self.is_alive:
