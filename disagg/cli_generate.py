@@ -31,6 +31,8 @@ def generate(
     logprobs: int | None = typer.Option(None, "--logprobs", help="Show each token's logprob and so many alternatives."),
     slo_class: str | None = typer.Option(None, "--slo-class", help="An SLO class of the topology."),
     priority: int | None = typer.Option(None, "--priority", help="Higher goes first."),
+    chat: bool = typer.Option(False, "--chat", help="Take the prompt as a user's message, by the model's chat template."),
+    chat_model: str | None = typer.Option(None, "--chat-model", help="Folder or name of the template's model [default: the served one]."),
     timeout_s: float | None = typer.Option(None, "--timeout", help="Give up after so many seconds."),
     as_json: bool = typer.Option(False, "--json", help="Print the whole answer as JSON."),
 ) -> None:
@@ -48,7 +50,8 @@ def generate(
         "priority": priority,
     }
     text = sys.stdin.read() if prompt == "-" else prompt
-    answer = _ask(address, text, options, timeout_s, show=stream and not as_json)
+    asked = _chat_prompt(address, text, chat_model) if chat else text
+    answer = _ask(address, asked, options, timeout_s, show=stream and not as_json)
     if as_json:
         typer.echo(_as_json(answer))
         return
@@ -58,7 +61,26 @@ def generate(
     typer.echo(summary(answer), err=True)
 
 
-def _ask(address: str, prompt: str, options: dict[str, Any], timeout_s: float | None, *, show: bool) -> Answer:
+def _chat_prompt(address: str, text: str, model: str | None) -> list[int]:
+    """The token ids of a conversation of one message; the model's folder must be on this machine."""
+    from pathlib import Path
+
+    from disagg.client import Client
+    from disagg.client_chat import chat_token_ids
+    from disagg.errors import ConfigError
+    from disagg.models import resolve_model
+
+    if model is None:
+        with Client(address) as client:
+            model = client.model_info().model
+    folder = resolve_model(model, Path.cwd(), check_hub=False)
+    if not isinstance(folder, Path):
+        expected = "a folder with the model's tokenizer.json and chat template"
+        raise ConfigError(f"--chat: {model} is not on this machine; give its folder by --chat-model", key="--chat-model", expected=expected)
+    return chat_token_ids(folder, [{"role": "user", "content": text}])
+
+
+def _ask(address: str, prompt: str | list[int], options: dict[str, Any], timeout_s: float | None, *, show: bool) -> Answer:
     """The answer; its text is printed as it comes when `show`."""
     import time
     from contextlib import closing

@@ -13,6 +13,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from disagg.client import Answer, AsyncClient, Client, OptionArguments, Options
 from disagg.client_types import CONNECT_TIMEOUT_S
@@ -266,6 +269,25 @@ async def test_generate_as_json() -> None:
     assert answer["finish"] == "length"
     assert answer["usage"]["prefill_worker"] == "p0"
     assert answer["tpot_s"] > 0
+
+
+async def test_generate_chat_uses_the_models_template(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    tokenizer = Tokenizer(WordLevel({"[user]": 7, "hello": 8, "[you]": 9, "?": 0}, unk_token="?"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}[you]")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    async with serve() as door:
+        command = generate_command("hello", "--chat", "--chat-model", str(tmp_path), "--address", door.address, "--max-tokens", "2")
+        status, _, err = await run(*command)
+        assert status == 0, err
+        assert door.scripted.requests[0].prompt_token_ids == (7, 8, 9)
+        # The served model of this test is not on this machine.
+        status, _, err = await run(*generate_command("hello", "--chat", "--address", door.address))
+        assert status == 2
+        assert "a-model" in err
 
 
 async def test_generate_ends_with_one_line_and_a_status_on_errors() -> None:

@@ -70,6 +70,16 @@ def test_nothing_is_lost_and_no_character_comes_broken(tokenizer: ModelTokenizer
         assert not any("\ufffd" in piece for piece in pieces)
 
 
+@pytest.mark.real
+@pytest.mark.parametrize("text", TEXTS)
+def test_nothing_is_lost_with_a_real_vocabulary(smollm2: Path, text: str) -> None:
+    tokenizer = load_tokenizer(smollm2)
+    assert tokenizer is not None
+    prompt = tokenizer.encode("hello.")
+    ids = tokenizer.encode(f"hello.\n{text}")[len(prompt) :]
+    assert "".join(texts_of(TextStream(tokenizer, prompt), ids)) == f"\n{text}"
+
+
 def test_ascii_text_appears_at_once(tokenizer: ModelTokenizer) -> None:
     prompt = tokenizer.encode("hello")
     ids = tokenizer.encode("hello brown fox")[len(prompt) :]
