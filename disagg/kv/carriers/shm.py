@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 from disagg.errors import ConfigError, DisaggError, PlacementError, TransferCorruptError, TransferError, TransferFencedError
 from disagg.kv.box import attach
@@ -43,6 +44,7 @@ from disagg.types import Transfer
 log = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
+_BACKLOG = 1024  # pulls that may connect in one instant: a full backlog refuses, it does not wait
 
 
 class ShmCarrier:
@@ -66,7 +68,7 @@ class ShmCarrier:
 
         endpoint = f"@disagg-{outbox.epoch}"
         try:
-            self._servers.append(await asyncio.start_unix_server(connected, path=_path(endpoint)))
+            self._servers.append(await asyncio.start_unix_server(connected, path=_path(endpoint), backlog=_BACKLOG))
         except OSError as error:
             raise PlacementError(
                 f"cannot listen on {endpoint}: {error.strerror}", key="kv.carrier", value="shm", expected="a fresh epoch"
@@ -205,9 +207,8 @@ class ShmCarrier:
 
     async def _connect(self, endpoint: str, transfer: Transfer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
-            async with asyncio.timeout(self._silence_s):
-                reader, writer = await asyncio.open_unix_connection(_path(endpoint))
-        except (OSError, TimeoutError) as error:
+            reader, writer = await asyncio.open_unix_connection(sock=_connected(endpoint))
+        except OSError as error:
             raise _lost(transfer, f"nobody listens at {endpoint}") from error
         if _peer_uid(writer) != os.getuid():
             await _close(writer)
@@ -258,6 +259,18 @@ def _path(endpoint: str) -> str:
     return "\0" + endpoint.removeprefix("@")
 
 
+def _connected(endpoint: str) -> socket.socket:
+    """A local connection is made or refused at once. Made here, because uvloop (on which Ray runs actors) connects to no abstract name."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        sock.connect(_path(endpoint))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
 def _lost(transfer: Transfer, why: str) -> TransferError:
     return TransferError(f"worker {transfer.source.worker} was lost during transfer {transfer.transfer_id}: {why}")
 
@@ -291,8 +304,7 @@ def _send_box(writer: asyncio.StreamWriter, outbox: Outbox) -> None:
 
 async def _receive_box(writer: asyncio.StreamWriter, transfer: Transfer) -> memoryview:
     """Say Hello and map the box whose descriptor comes back. asyncio's streams drop descriptors, so the transport is paused."""
-    transport = writer.transport
-    assert isinstance(transport, asyncio.ReadTransport)
+    transport: Any = writer.transport
     transport.pause_reading()
     writer.write(_framed(Hello(transfer.source.epoch)))
     loop = asyncio.get_running_loop()
