@@ -233,6 +233,17 @@ async def test_fifty_transfers_through_boxes_for_less_than_two(kind: str) -> Non
         assert r.inbox.counters.completed == r.outbox.counters.acked == 50
 
 
+async def test_hundreds_of_pulls_at_once(kind: str) -> None:
+    async with rig(kind) as r:
+        transfers = [r.transfer(20) for _ in range(300)]
+        written = [await r.write(t) for t in transfers]
+        await asyncio.gather(*[r.inbox.fetch(t) for t in transfers])
+        for transfer, data in zip(transfers, written, strict=True):
+            entry = await r.inbox.take(transfer.transfer_id)
+            assert bytes(entry.view) == data
+            entry.end_read()
+
+
 async def test_faults_at_every_frame_end_in_the_right_bytes_or_a_typed_error(kind: str) -> None:
     """100 seeded runs over all kinds of fault and all frames, on one pair of boxes."""
     rng = random.Random(42)
@@ -360,6 +371,23 @@ async def test_a_source_that_computes_for_long_is_not_silent(kind: str) -> None:
         await r.write(transfer)
         await fetch
         (await r.inbox.take(transfer.transfer_id)).end_read()
+
+
+def test_uvloop_does_as_well(kind: str) -> None:
+    """Ray's async actors run on uvloop when it is installed."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def main() -> None:
+        async with rig(kind) as r:
+            for _ in range(3):
+                written, read = await r.move(r.transfer(100))
+                assert read == written
+            fetch = asyncio.ensure_future(r.inbox.fetch(r.transfer(100)))
+            await asyncio.sleep(0.01)
+            fetch.cancel()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
 
 
 @asynccontextmanager
