@@ -101,6 +101,11 @@ class Deployment:
             return None
         return cls(session, name, gateway, _call(gateway.endpoint.remote(), CALL_TIMEOUT_S, "the gateway"))
 
+    @classmethod
+    def remove(cls, session: RaySession, name: str) -> None:
+        """End whatever bears that name in the session's Ray, also where its gateway is dead. Idempotent."""
+        _remove(name)
+
     def status(self) -> DeploymentStatus:
         """What the gateway knows now. Raises EngineError when the gateway does not answer."""
         status: DeploymentStatus = _call(self._gateway.status.remote(), CALL_TIMEOUT_S, "the gateway")

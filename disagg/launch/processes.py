@@ -78,7 +78,7 @@ def find_marked(mark: str) -> tuple[ProcessId, ...]:
     found: dict[int, ProcessId] = {}
     for process, _ in _all():
         with contextlib.suppress(OSError):
-            if process.pid != os.getpid() and needle in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+            if process.pid != os.getpid() and needle in Path(f"/proc/{process.pid}/environ").read_bytes():
                 found[process.pid] = process
     for pid in list(found):
         found |= {child.pid: child for child in descendants(pid) if child.pid != os.getpid()}

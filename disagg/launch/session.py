@@ -21,13 +21,13 @@ import ray
 import ray._private.worker as ray_worker
 from ray._private import services
 from ray._private.state import available_resources_per_node
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
-from ray.exceptions import RpcError
+from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[attr-defined]
+from ray.exceptions import RayError
 
 from disagg.config import Topology
 from disagg.errors import ConfigError
 from disagg.launch.doctor import gpu_names
-from disagg.launch.placement import Host, place, worker_specs
+from disagg.launch.placement import Host, WorkerSpec, place, worker_specs
 from disagg.launch.processes import MARK, end, find_marked
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ CONNECT_TIMEOUT_S = 5.0
 _LONGEST_TEMP_DIR = 40  # Ray's socket paths below it must stay under the kernel's 107 bytes
 _SYSTEM_CONFIG = {
     "enable_worker_prestart": False,
+    # Ray's 15 would leave an engine what the machine's other processes do not want.
+    "worker_niceness": 0,
     # A worker process that is killed takes its children (an engine's processes) with it.
     "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
 }
@@ -50,10 +52,11 @@ class RaySession:
     A local Ray ends with the thread that started it: call `start` from a thread that lives as long as the session.
     """
 
-    def __init__(self, address: str, mark: str | None, temp_dir: Path | None) -> None:
-        self.address = address
+    def __init__(self, mark: str | None, temp_dir: Path | None, undo: contextlib.ExitStack) -> None:
+        self.address = ""
         self.mark = mark
         self.temp_dir = temp_dir
+        self._undo = undo
 
     @property
     def is_local(self) -> bool:
@@ -61,59 +64,30 @@ class RaySession:
         return self.mark is not None
 
     @classmethod
-    def start(cls, topologies: Sequence[Topology], address: str | None = None) -> RaySession:
+    def start(cls, topologies: Sequence[Topology], address: str | None = None, *, token: str | None = None) -> RaySession:
         """Connect to the Ray at `address` ("auto" or HOST:PORT), or start one here with cores for all `topologies` together.
 
+        `token`: what the Ray at `address` wants to see; default: what Ray finds in this user's settings. A local Ray's is its `mark`.
         Each topology alone must fit this machine: arms of a comparison share its cores. Raises PlacementError when one does
         not, ConfigError when no Ray answers or this process has a session already.
         """
         if ray.is_initialized():
             raise ConfigError("this process has a Ray session already; close it first", key="address", value=address)
-        return cls._connect(address) if address else cls._start_local(topologies)
-
-    @classmethod
-    def _connect(cls, address: str) -> RaySession:
+        if address is None:
+            for topology in topologies:
+                place(topology, [local_host(topology)], what="this machine")
+        mark, temp_dir = (None, None) if address else (secrets.token_hex(16), _make_temp_dir())
+        undo = contextlib.ExitStack()
+        session = cls(mark, temp_dir, undo)
         try:
-            found = services.canonicalize_bootstrap_address(address)
-            _check_ray_answers(found)
-            ray.init(address=found, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError, OSError, RpcError) as error:
-            raise ConfigError(
-                f"address: no Ray to join at {address!r} ({_first_line(error)}); expected: `auto` or HOST:PORT of a cluster that this "
-                "machine is part of (`ray start --address=HOST:PORT`), or no address to start a local one",
-                key="address",
-                value=address,
-            ) from error
-        _quiet()
-        return cls(str(ray.get_runtime_context().gcs_address), None, None)
-
-    @classmethod
-    def _start_local(cls, topologies: Sequence[Topology]) -> RaySession:
-        for topology in topologies:
-            place(topology, [local_host(topology)], what="this machine")
-        specs = [spec for topology in topologies for spec in worker_specs(topology)]
-        resources: dict[str, float] = {}
-        for spec in specs:
-            for name, value in spec.resources:
-                resources[name] = resources.get(name, 0.0) + value
-        mark, temp_dir = secrets.token_hex(16), _make_temp_dir()
-        session = cls("", mark, temp_dir)
-        try:
-            with _environment({MARK: mark, "RAY_USAGE_STATS_ENABLED": "0"}):
-                ray.init(
-                    num_cpus=max(1, sum(spec.cores for spec in specs)),
-                    num_gpus=None if any(spec.gpus for spec in specs) else 0,
-                    resources=resources or None,
-                    namespace=NAMESPACE,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    _plasma_directory=str(temp_dir),
-                    _temp_dir=str(temp_dir),
-                    _system_config=_SYSTEM_CONFIG,
-                )
-            _quiet()
+            if secret := mark or token:
+                undo.enter_context(_ray_environment(secret, mark is not None))
+            if address:
+                _connect(address)
+            else:
+                _start_local([spec for topology in topologies for spec in worker_specs(topology)], str(temp_dir))
+            # Ray prints every death of a worker on our terminal, and has no switch for that; we report those in our own words.
+            ray_worker.print_to_stdstream = lambda data, ignore_prefix=False: log.debug("ray: %s", data.get("lines"))
             session.address = str(ray.get_runtime_context().gcs_address)
         except BaseException:
             session.close()
@@ -136,6 +110,7 @@ class RaySession:
             if left := end(find_marked(self.mark)):
                 log.warning("processes survive: %s", [process.pid for process in left])
             self.mark = None
+        self._undo.close()
         if self.temp_dir is not None:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
             self.temp_dir = None
@@ -162,8 +137,42 @@ def local_host(topology: Topology) -> Host:
     return Host(LOCAL_HOST, (("CPU", float(cores)), ("GPU", float(gpus)), *named.items()))
 
 
+def _connect(address: str) -> None:
+    try:
+        found = services.canonicalize_bootstrap_address(address)
+        _check_ray_answers(found)
+        ray.init(address=found, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
+        raise ConfigError(
+            f"address: no Ray to join at {address!r} ({_first_line(error)}); expected: `auto` or HOST:PORT of a cluster that this machine "
+            "is part of (`ray start --address=HOST:PORT`), or no address to start a local one",
+            key="address",
+            value=address,
+        ) from error
+
+
+def _start_local(specs: Sequence[WorkerSpec], temp_dir: str) -> None:
+    resources: dict[str, float] = {}
+    for spec in specs:
+        for name, value in spec.resources:
+            resources[name] = resources.get(name, 0.0) + value
+    ray.init(
+        num_cpus=max(1, sum(spec.cores for spec in specs)),
+        num_gpus=None if any(spec.gpus for spec in specs) else 0,
+        resources=resources or None,
+        namespace=NAMESPACE,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=OBJECT_STORE_BYTES,
+        _plasma_directory=temp_dir,
+        _temp_dir=temp_dir,
+        _system_config=_SYSTEM_CONFIG,
+    )
+
+
 def _check_ray_answers(address: str) -> None:
-    """Raise OSError or RpcError unless a Ray's control service is at HOST:PORT; `ray.init` would end this process instead."""
+    """Raise OSError or RayError unless a Ray's control service is at HOST:PORT; `ray.init` would end this process instead."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     GcsClient(address=address)
@@ -174,15 +183,15 @@ def _make_temp_dir() -> Path:
     return Path(tempfile.mkdtemp(prefix="disagg-", dir=base if len(base) <= _LONGEST_TEMP_DIR - 16 else "/tmp"))
 
 
-def _quiet() -> None:
-    """Send Ray's notes on dead workers to the log: it prints them on our terminal, and has no switch for that."""
-    ray_worker.print_to_stdstream = lambda data, ignore_prefix=False: log.debug("ray: %s", data.get("lines"))
-
-
 @contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
+def _ray_environment(token: str, is_own: bool) -> Iterator[None]:
+    """Settings that Ray reads from the environment only. A token of its own closes a local Ray to everybody else."""
+    values = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    if is_own:
+        values |= {MARK: token, "RAY_USAGE_STATS_ENABLED": "0"}
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
+    _reread_environment()
     try:
         yield
     finally:
@@ -191,6 +200,13 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+        _reread_environment()
+
+
+def _reread_environment() -> None:
+    """Ray keeps what it read of the token and its mode for the life of the process."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _first_line(error: BaseException) -> str:
