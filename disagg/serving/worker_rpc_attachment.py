@@ -16,7 +16,7 @@ from disagg.types import Chunk
 
 log = logging.getLogger(__name__)
 
-MAX_PENDING_STEPS = 65_536  # of a gateway that does not read; then its stream ends, instead of this worker's memory
+MAX_PENDING_STEPS = 65_536  # of a gateway that does not read; then its requests and its stream end, instead of this worker's memory
 STATE_INTERVAL_S = 0.1  # how old the worker's state may get at a gateway while tokens flow
 
 
@@ -48,6 +48,11 @@ class Attachment:
         task = self._requests.get(key)
         if task is not None:
             task.cancel()
+
+    @property
+    def has_ended(self) -> bool:
+        """It takes no new requests."""
+        return self._ended is not None
 
     def end(self, error: DisaggError) -> None:
         """Let the stream end with `error` after what is pending."""
@@ -112,9 +117,13 @@ class Attachment:
         self._wake.set()
 
     def _add(self, step: pb.RequestStep) -> None:
+        if self._ended is not None:
+            return
         self._pending.append(step)
         self._wake.set()
-        if len(self._pending) > MAX_PENDING_STEPS and self._ended is None:
-            log.warning("gateway %.8s reads too slowly: its stream ends", self.gateway_id)
+        if len(self._pending) > MAX_PENDING_STEPS:
+            log.warning("gateway %.8s left %d steps unread: its stream ends", self.gateway_id, len(self._pending))
             self._pending.clear()
             self.end(RejectedError(f"the gateway left {MAX_PENDING_STEPS} steps unread", retry_after_s=1.0))
+            for task in self._requests.values():
+                task.cancel()

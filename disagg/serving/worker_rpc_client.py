@@ -244,7 +244,9 @@ class RemoteWorker:
                 continue  # abandoned meanwhile
             if step.error:
                 del streams[step.request_key]
-                chunks.fail(wire.error_from_wire(step))
+                error = wire.error_from_wire(step)
+                chunks.fail(error)
+                self._lose_by(error)
                 continue
             if step.finish:
                 del streams[step.request_key]
@@ -275,8 +277,7 @@ class RemoteWorker:
             return await call
         except grpc.aio.AioRpcError as error:
             typed = _error_of(error, self.name)
-            if isinstance(typed, WorkerLostError) and typed.worker == self.name:
-                self.lose(typed.message)
+            self._lose_by(typed)
             raise typed from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -285,6 +286,11 @@ class RemoteWorker:
             raise
         finally:
             self._calls.discard(call)
+
+    def _lose_by(self, error: DisaggError) -> None:
+        """A worker that says of itself that it is lost gets no second chance, or a retry would run into it again."""
+        if isinstance(error, WorkerLostError) and error.worker == self.name:
+            self.lose(error.message)
 
     def _lost_error(self) -> WorkerLostError:
         return WorkerLostError(f"worker {self.name} was lost: {self._lost_reason}", worker=self.name)

@@ -118,6 +118,8 @@ class _Servicer(worker_pb2_grpc.WorkerServicer):
                 await context.write(await attachment.next_frame())
         except DisaggError as error:
             await _abort(context, error)
+        except grpc.aio.InternalError as error:
+            log.info("gateway %.8s is gone: %s", request.gateway_id, error)  # it went while a frame was being written
         finally:
             if self._attachments.get(request.gateway_id) is attachment:
                 del self._attachments[request.gateway_id]
@@ -172,7 +174,7 @@ class _Servicer(worker_pb2_grpc.WorkerServicer):
         if not self._worker.engine.is_alive:
             raise WorkerLostError(f"worker {name} lost its engine", worker=name)
         attachment = self._attachments.get(gateway_id)
-        if attachment is None:
+        if attachment is None or attachment.has_ended:
             raise WorkerLostError(f"gateway {gateway_id} is not attached to worker {name}", worker=name)
         return attachment
 
