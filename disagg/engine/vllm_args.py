@@ -30,8 +30,8 @@ _SAMPLE_BYTES = 1 << 16
 _SAMPLES_PER_FILE = 16
 
 
-def engine_args(model: str, args: Mapping[str, Any]) -> AsyncEngineArgs:
-    """vLLM's arguments for `model`, from any AsyncEngineArgs fields in `args`. Raises ConfigError naming a wrong one."""
+def check_names(args: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument that vLLM has not (naming the nearest one that it has), or that disagg sets itself."""
     known = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
     for name, value in args.items():
         key = f"engine.args.{name}"
@@ -40,6 +40,11 @@ def engine_args(model: str, args: Mapping[str, Any]) -> AsyncEngineArgs:
         if name not in known:
             hint = nearest(name, known) if len(nearest(name, known)) < 80 else "a field of vllm.AsyncEngineArgs"
             raise ConfigError(f"{key}: vLLM has no such argument; {hint}", key=key, value=value, expected=hint)
+
+
+def engine_args(model: str, args: Mapping[str, Any]) -> AsyncEngineArgs:
+    """vLLM's arguments for `model`, from any AsyncEngineArgs fields in `args`. Raises ConfigError naming a wrong one."""
+    check_names(args)
     chosen: dict[str, Any] = {**_defaults(args), **args}
     chosen["logits_processors"] = [*(args.get("logits_processors") or ()), *_own_logits_processors()]
     try:
