@@ -138,6 +138,7 @@ class _Peer:
     """One connected engine process. `rank` is None for a lifeline."""
 
     sock: socket.socket
+    pid: int
     rank: int | None = None
 
 
@@ -180,6 +181,11 @@ class WorkerChannel:
         self._server.listen(64)
         self._loop.add_reader(self._server, self._accept)
 
+    @property
+    def process_ids(self) -> frozenset[int]:
+        """The engine's processes that are connected."""
+        return frozenset(peer.pid for peer in self._peers)
+
     def dismiss(self) -> None:
         """Tell every engine process to exit; their ends are reported as usual."""
         for peer in self._peers:
@@ -204,11 +210,11 @@ class WorkerChannel:
         except BlockingIOError:
             return
         sock.setblocking(False)
-        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
         if uid != os.getuid():
             sock.close()
             return
-        peer = _Peer(sock)
+        peer = _Peer(sock, pid)
         self._peers.add(peer)
         self._loop.add_reader(sock, self._read, peer)
 

@@ -103,7 +103,7 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return
         assert self._boxes is not None
         for copy in plan.loads:
-            if self._boxes.fits(copy, self._block_tokens):
+            if self._boxes.can_load(copy, self._block_tokens):
                 self._boxes.load([copy], self._block_tokens)
             else:
                 logger.error("transfer %s does not lie in the inbox; its request fails", copy.transfer_id)
@@ -115,7 +115,7 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return
         boxes = self._boxes
         assert boxes is not None
-        placed = boxes.stage([copy for copy in plan.stages if boxes.fits(copy, self._block_tokens)], self._block_tokens)
+        placed = boxes.stage([copy for copy in plan.stages if boxes.can_stage(copy, self._block_tokens)], self._block_tokens)
         boxes.finish_step(
             lambda: [
                 *(("staged", *frame) for frame in boxes.frames(placed)),

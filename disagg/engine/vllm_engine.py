@@ -164,6 +164,11 @@ class VllmEngine:
     async def wait_dead(self) -> None:
         await self._ledger.dead.wait()
 
+    @property
+    def process_ids(self) -> frozenset[int]:
+        """The engine's own processes."""
+        return self._channel.process_ids
+
     async def prefill(self, request: Request, entry: OutboxEntry) -> Prefilled:
         try:
             self._check(request)
@@ -308,7 +313,7 @@ class VllmEngine:
             if self._waiting_tokens.pop(key, None) is None:
                 self._num_running -= 1
             if not is_finished:
-                self._spawn(self._llm.abort(queue.request_id, internal=True))
+                self._spawn(self._abort(queue.request_id))
             queue.close()
 
     async def _add(self, request: Request, prompt: list[int], params: SamplingParams, transfer: tuple[str, str] | None) -> Any:
@@ -333,7 +338,12 @@ class VllmEngine:
         if adding.cancelled() or adding.exception() is not None:
             self._end(transfer)
         else:
-            self._spawn(self._llm.abort(adding.result().request_id, internal=True))
+            self._spawn(self._abort(adding.result().request_id))
+
+    async def _abort(self, vllm_request_id: str) -> None:
+        """Ends a request inside the engine; a dead engine has none."""
+        with contextlib.suppress(EngineDeadError):
+            await self._llm.abort(vllm_request_id, internal=True)
 
     def _end(self, transfer: tuple[str, str] | None) -> None:
         if transfer is not None:

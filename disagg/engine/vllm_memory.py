@@ -130,12 +130,19 @@ class RankBoxes:
         self._send = send
         self._gpu = None if cache.is_cpu else _GpuBoxes((self._outbox, self._inbox), send)
 
-    def fits(self, copy: Copy, block_tokens: int) -> bool:
-        """Whether the entry named by `copy` lies inside the boxes and has as many blocks as the copy names."""
+    def can_load(self, copy: Copy, block_tokens: int) -> bool:
+        """Whether the copy lies inside its entry, and the entry inside the inbox."""
+        return self._fits(self._inbox, copy, block_tokens)
+
+    def can_stage(self, copy: Copy, block_tokens: int) -> bool:
+        """Whether the copy lies inside its entry, and the entry inside the outbox."""
+        return self._fits(self._outbox, copy, block_tokens)
+
+    def _fits(self, box: torch.Tensor, copy: Copy, block_tokens: int) -> bool:
         num_blocks = -(-copy.num_tokens // block_tokens)
         end = copy.offset + (self._rank + 1) * num_blocks * self._cache.slab_bytes
-        inside = copy.offset >= 0 and end <= min(self._outbox.numel(), self._inbox.numel())
-        return inside and 0 < len(copy.block_ids) <= num_blocks - copy.first_block
+        inside = copy.offset >= 0 and end <= box.numel()
+        return bool(inside and 0 < len(copy.block_ids) <= num_blocks - copy.first_block)
 
     def _entry(self, box: torch.Tensor, copy: Copy, block_tokens: int) -> tuple[torch.Tensor, int]:
         """The copy's blocks in `box` as [blocks, layers, block_bytes], and their byte offset in the box."""

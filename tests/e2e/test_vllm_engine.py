@@ -1,0 +1,383 @@
+"""Engine `vllm` with three real engines in this process: prefill, decode and, for the right answers, colocated.
+
+Boxes and loopback carrier are the real ones; every test ends with engines, outbox and inbox as empty as at the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("vllm")
+
+from disagg.engine.vllm_engine import VllmEngine, start_vllm_engine
+from disagg.errors import ConfigError, InvalidRequestError
+from disagg.kv.box import Box
+from disagg.kv.carriers.loopback import LoopbackCarrier
+from disagg.kv.inbox import Inbox
+from disagg.kv.layout import hash_tokens
+from disagg.kv.outbox import Outbox
+from disagg.types import FinishReason, KvAddress, Prefilled, Request, Sampling, Token, Transfer, new_id
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+
+LENGTHS = [1, 5, 31, 32, 33, 63, 64, 65, 200, 511, 512, 513, 1500, 3000]
+CHUNK_TOKENS = 512
+CONTEXT_TOKENS = 3200
+BLOCK_TOKENS = 32
+KV_BYTES_PER_BLOCK = 30 * 24576
+GREEDY = Sampling(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=2)
+ARGS: dict[str, Any] = {"max_num_batched_tokens": CHUNK_TOKENS, "max_model_len": CONTEXT_TOKENS, "max_num_seqs": 16}
+WAIT_S = 60.0
+
+
+@dataclass
+class Cluster:
+    """The engines and what lies between them. `decode` has room for little more than one longest context: it can be made to preempt."""
+
+    prefill: VllmEngine
+    decode: VllmEngine
+    colocated: VllmEngine
+    outbox: Outbox
+    inbox: Inbox
+    address: KvAddress
+
+    def transfer(self, request: Request) -> Transfer:
+        context = (*request.prompt_token_ids, *request.prior_output)
+        return Transfer(new_id(), 0, self.address, len(context), hash_tokens(context))
+
+    async def staged(self, request: Request) -> tuple[Prefilled, Any]:
+        """Prefilled, moved, and the complete inbox entry (None when the first token ended the request)."""
+        transfer = self.transfer(request)
+        entry = await self.outbox.open(transfer)
+        fetching = asyncio.create_task(self.inbox.fetch(transfer))
+        prefilled = await self.prefill.prefill(request, entry)
+        await asyncio.wait_for(fetching, WAIT_S)
+        return prefilled, await self.inbox.take(transfer.transfer_id)
+
+    async def answer(self, request: Request) -> tuple[list[Token], FinishReason | None]:
+        """The disaggregated answer."""
+        prefilled, entry = await self.staged(request)
+        if prefilled.finish is not None:
+            entry.end_read()
+            return [prefilled.first], prefilled.finish
+        tokens, finish = await drain(self.decode.decode(request, prefilled, entry))
+        return [prefilled.first, *tokens], finish
+
+    async def expected(self, request: Request) -> tuple[list[Token], FinishReason | None]:
+        """The colocated answer."""
+        return await drain(self.colocated.generate(request))
+
+    async def assert_empty(self) -> None:
+        """Engines, ledgers and boxes come to rest with nothing left."""
+        deadline = asyncio.get_running_loop().time() + WAIT_S
+        while asyncio.get_running_loop().time() < deadline:
+            if all(is_at_rest(engine) for engine in (self.prefill, self.decode, self.colocated)):
+                break
+            await asyncio.sleep(0.02)
+        for engine in (self.prefill, self.decode, self.colocated):
+            assert is_at_rest(engine), (engine.name, engine.state(), engine._ledger)
+        self.outbox.assert_empty()
+        self.inbox.assert_empty()
+
+
+def is_at_rest(engine: VllmEngine) -> bool:
+    state = engine.state()
+    idle = state.waiting_requests == state.running_requests == state.waiting_tokens == engine._ledger.num_open == 0
+    return idle and state.free_kv_tokens == state.total_kv_tokens
+
+
+async def drain(chunks: Any) -> tuple[list[Token], FinishReason | None]:
+    tokens: list[Token] = []
+    finish = None
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            assert finish is None
+            tokens += chunk.tokens
+            finish = chunk.finish
+    return tokens, finish
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(smollm2: Path) -> AsyncIterator[Cluster]:
+    boxes = [Box(256 << 20, name) for name in ("outbox", "inbox", "unused")]
+    blocks = CONTEXT_TOKENS // BLOCK_TOKENS + 1
+    small = {**ARGS, "kv_cache_memory_bytes": blocks * KV_BYTES_PER_BLOCK}
+    large = {**ARGS, "kv_cache_memory_bytes": 4 * blocks * KV_BYTES_PER_BLOCK}
+    started: list[VllmEngine] = []
+    try:
+        for name, args, core in (("prefill", large, 0), ("decode", small, 1), ("colocated", large, 0)):
+            started.append(await start_vllm_engine(str(smollm2), args, boxes[0 if name == "prefill" else 2], boxes[1], name, [core]))
+        prefill, decode, colocated = started
+        assert prefill.layout == decode.layout == colocated.layout
+        carrier = LoopbackCarrier()
+        outbox = Outbox(boxes[0], prefill.layout, "epoch-p")
+        inbox = Inbox(boxes[1], decode.layout, {"loopback": carrier}, "host")
+        address = KvAddress("prefill", "epoch-p", "host", (("loopback", await carrier.serve(outbox)),))
+        yield Cluster(prefill, decode, colocated, outbox, inbox, address)
+        await inbox.close()
+        outbox.close()
+    finally:
+        for engine in started:
+            await engine.close()
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="module")
+async def _nothing_left(cluster: Cluster) -> AsyncIterator[None]:
+    yield
+    await cluster.assert_empty()
+
+
+_fresh = itertools.count(1)
+
+
+def fresh_prompt(length: int) -> tuple[int, ...]:
+    """Token ids that no test has used before, so that no prefix cache knows them."""
+    draw = random.Random(next(_fresh) * 7919)
+    return tuple(draw.randrange(100, 49000) for _ in range(length))
+
+
+def request_of(prompt: tuple[int, ...], prior_output: tuple[int, ...] = (), **sampling: Any) -> Request:
+    settings = {**{f: getattr(GREEDY, f) for f in Sampling.__dataclass_fields__}, **sampling}
+    return Request(new_id(), prompt, Sampling(**settings), prior_output=prior_output)
+
+
+def ids(tokens: list[Token]) -> list[int]:
+    return [t.token_id for t in tokens]
+
+
+def assert_equal_or_near_tie(got: list[Token], want: list[Token]) -> None:
+    """Equal tokens; or where they first differ, the two best were within 0.05 of each other."""
+    for a, b in zip(got, want, strict=True):
+        if a.token_id != b.token_id:
+            assert abs(b.top[0].logprob - b.top[1].logprob) <= 0.05, (a, b)
+            return
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+async def test_cold_answers_equal_colocated_ones_to_the_last_digit(cluster: Cluster, length: int) -> None:
+    request = request_of(fresh_prompt(length))
+    got, finish = await cluster.answer(request)
+    want, _ = await cluster.expected(request)
+    assert len(got) == GREEDY.max_tokens
+    assert finish is FinishReason.LENGTH
+    assert got == want
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("shared", [31, 32, 100, 512])
+async def test_a_cached_prefix_on_any_side(cluster: Cluster, where: str, shared: int) -> None:
+    prefix = fresh_prompt(shared)
+    for engine in (cluster.prefill, cluster.decode, cluster.colocated):
+        if engine is cluster.colocated or where in (engine.name, "both"):
+            await drain(engine.generate(request_of(prefix, max_tokens=1)))
+    request = request_of(prefix + fresh_prompt(150))
+    got, _ = await cluster.answer(request)
+    want, _ = await cluster.expected(request)
+    assert_equal_or_near_tie(got, want)
+
+
+async def test_the_whole_context_is_cached_on_both_sides(cluster: Cluster) -> None:
+    for length in (64, 65, 96):
+        prompt = fresh_prompt(length)
+        first, _ = await cluster.answer(request_of(prompt))
+        prefilled, entry = await cluster.staged(request_of(prompt))
+        assert prefilled.cached_tokens == (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        again, _ = await drain(cluster.decode.decode(request_of(prompt), prefilled, entry))
+        assert_equal_or_near_tie([prefilled.first, *again], first)
+
+
+@pytest.mark.parametrize("damage", ["one flipped bit", "one block left out"])
+async def test_the_answer_depends_on_every_part_of_the_kv(cluster: Cluster, damage: str) -> None:
+    request = request_of(fresh_prompt(200))
+    want, _ = await cluster.expected(request)
+    prefilled, entry = await cluster.staged(request)
+    box = cluster.inbox.box.buffer
+    if damage == "one flipped bit":
+        box[entry.offset + 3 * cluster.decode.layout.slab_bytes + 1] ^= 0x40  # an exponent bit of one key
+    else:
+        at = entry.offset + 2 * cluster.decode.layout.slab_bytes
+        box[at : at + cluster.decode.layout.slab_bytes] = bytes(cluster.decode.layout.slab_bytes)
+    got, _ = await drain(cluster.decode.decode(request, prefilled, entry))
+    assert [prefilled.first, *got] != want
+    # The decode engine's prefix cache now holds the damaged blocks; a prompt of its own keeps other tests clear of them.
+
+
+async def test_a_seeded_request_longer_than_a_chunk_lives_and_equals_colocated(cluster: Cluster) -> None:
+    answers = []
+    for seed in (1, 2):
+        request = request_of(fresh_prompt(CHUNK_TOKENS + 200), temperature=1.0, seed=seed, max_tokens=16)
+        got, _ = await cluster.answer(request)
+        assert got == (await cluster.expected(request))[0]
+        answers.append(ids(got))
+    assert answers[0] != answers[1]
+
+
+async def test_seeded_answers_continue_after_prior_output(cluster: Cluster) -> None:
+    request = request_of(fresh_prompt(40), temperature=1.0, seed=7, max_tokens=12)
+    want = ids((await cluster.expected(request))[0])
+    for done in (1, 5):
+        rest = request_of(request.prompt_token_ids, tuple(want[:done]), temperature=1.0, seed=7, max_tokens=12)
+        assert ids((await cluster.answer(rest))[0]) == want[done:]
+        assert ids((await cluster.expected(rest))[0]) == want[done:]
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 1.0},
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+        {"presence_penalty": -2.0},
+    ],
+    ids=str,
+)
+async def test_penalties_count_tokens_of_both_legs(cluster: Cluster, penalties: dict[str, float]) -> None:
+    request = request_of(fresh_prompt(37), max_tokens=24, **penalties)
+    got, _ = await cluster.answer(request)
+    want, _ = await cluster.expected(request)
+    assert got == want
+    plain, _ = await cluster.expected(request_of(request.prompt_token_ids, max_tokens=24))
+    assert ids(plain) != ids(want), "the penalty changes nothing here, so this test cannot fail"
+    rest = request_of(request.prompt_token_ids, tuple(ids(want)[:6]), max_tokens=24, **penalties)
+    assert_equal_or_near_tie((await cluster.answer(rest))[0], want[6:])
+
+
+async def test_ends_and_limits_of_each_leg(cluster: Cluster) -> None:
+    prompt = fresh_prompt(50)
+    plain = ids((await cluster.expected(request_of(prompt)))[0])
+    one, finish = await cluster.answer(request_of(prompt, max_tokens=1))
+    assert (ids(one), finish) == (plain[:1], FinishReason.LENGTH)
+    two, finish = await cluster.answer(request_of(prompt, max_tokens=2))
+    assert (ids(two), finish) == (plain[:2], FinishReason.LENGTH)
+    stopped, finish = await cluster.answer(request_of(prompt, stop_token_ids=(plain[0],)))
+    assert (ids(stopped), finish) == (plain[:1], FinishReason.STOP)
+    middle = next(i for i in range(1, len(plain)) if plain[i] not in plain[:i])
+    stopped, finish = await cluster.answer(request_of(prompt, stop_token_ids=(plain[middle],)))
+    assert (ids(stopped), finish) == (plain[: middle + 1], FinishReason.STOP)
+    for least in (1, 2, 4):
+        held = request_of(prompt, stop_token_ids=tuple(plain), min_tokens=least)
+        got, want = await cluster.answer(held), await cluster.expected(held)
+        assert (ids(got[0]), got[1]) == (ids(want[0]), want[1])
+        assert not set(ids(got[0])[:least]) & set(plain)
+
+
+async def test_the_end_token_ends_unless_ignored_or_too_early(cluster: Cluster) -> None:
+    (eos,) = cluster.prefill.model_info.eos_token_ids
+    # A loud bias is not at hand, so make the likeliest token the end: sample until an answer ends by itself.
+    for seed in range(40):
+        request = request_of(fresh_prompt(8), ignore_eos=False, temperature=1.5, seed=seed, max_tokens=400, logprobs=None)
+        want, finish = await cluster.expected(request)
+        if finish is FinishReason.STOP:
+            break
+    assert finish is FinishReason.STOP
+    assert want[-1].token_id == eos
+    got = await cluster.answer(request)
+    assert (ids(got[0]), got[1]) == (ids(want), FinishReason.STOP)
+    longer = request_of(request.prompt_token_ids, ignore_eos=False, temperature=1.5, seed=seed, max_tokens=400, min_tokens=len(want))
+    assert eos not in ids((await cluster.answer(longer))[0])[: len(want)]
+
+
+async def test_many_at_once_and_the_decode_engine_preempts(cluster: Cluster) -> None:
+    before = cluster.decode.state().preemptions
+    requests = [request_of(fresh_prompt(1400), max_tokens=160, logprobs=None) for _ in range(3)]
+    answers = await asyncio.gather(*(cluster.answer(request) for request in requests))
+    assert cluster.decode.state().preemptions > before, "the decode engine had room for all: this test cannot fail"
+    assert [(len(tokens), finish) for tokens, finish in answers] == [(160, FinishReason.LENGTH)] * 3
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.1, 0.4, 0.8])
+async def test_cancelled_prefill(cluster: Cluster, after_s: float) -> None:
+    request = request_of(fresh_prompt(2500))
+    transfer = cluster.transfer(request)
+    entry = await cluster.outbox.open(transfer)
+    task = asyncio.create_task(cluster.prefill.prefill(request, entry))
+    await asyncio.sleep(after_s)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    cluster.outbox.release(transfer.transfer_id)
+    await cluster.assert_empty()
+    again = request_of(fresh_prompt(33))
+    assert (await cluster.answer(again))[0] == (await cluster.expected(again))[0]
+
+
+@pytest.mark.parametrize("num_chunks", [0, 1, 3])
+async def test_closed_decode(cluster: Cluster, num_chunks: int) -> None:
+    request = request_of(fresh_prompt(600), max_tokens=200)
+    prefilled, entry = await cluster.staged(request)
+    chunks = cluster.decode.decode(request, prefilled, entry)
+    for _ in range(num_chunks):
+        await anext(chunks)  # type: ignore[call-overload]
+    await chunks.aclose()
+    await chunks.aclose()
+    await cluster.assert_empty()
+
+
+async def test_decode_cancelled_before_it_is_scheduled(cluster: Cluster) -> None:
+    blocker = cluster.decode.generate(request_of(fresh_prompt(3000), max_tokens=150))
+    await anext(blocker)  # type: ignore[call-overload]
+    request = request_of(fresh_prompt(600), max_tokens=200)
+    prefilled, entry = await cluster.staged(request)
+    task = asyncio.create_task(drain(cluster.decode.decode(request, prefilled, entry)))  # no room: it waits inside the engine
+    await asyncio.sleep(0.2)
+    assert not entry._read_ended
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await blocker.aclose()
+    await cluster.assert_empty()
+
+
+async def test_closed_generate(cluster: Cluster) -> None:
+    chunks = cluster.colocated.generate(request_of(fresh_prompt(600), max_tokens=200))
+    await anext(chunks)  # type: ignore[call-overload]
+    busy = cluster.colocated.state()
+    assert (busy.running_requests, busy.waiting_requests) == (1, 0)
+    assert busy.free_kv_tokens <= busy.total_kv_tokens - 600
+    await chunks.aclose()
+
+
+@pytest.mark.parametrize(
+    ("field", "prompt", "sampling"),
+    [
+        ("prompt", (), {}),
+        ("prompt", (7,) * CONTEXT_TOKENS, {"max_tokens": 1}),
+        ("max_tokens", (7,), {"max_tokens": 0}),
+        ("max_tokens", (7,), {"max_tokens": CONTEXT_TOKENS}),
+        ("prompt_token_ids", (7, 49152), {}),
+        ("prompt_token_ids", (7, -1), {}),
+        ("temperature", (7,), {"temperature": -1.0}),
+        ("top_p", (7,), {"top_p": 1.5}),
+        ("logprobs", (7,), {"logprobs": 100000}),
+    ],
+)
+async def test_wrong_requests_are_refused_by_name(cluster: Cluster, field: str, prompt: tuple[int, ...], sampling: dict[str, Any]) -> None:
+    request = request_of(prompt, **sampling)
+    transfer = Transfer(new_id(), 0, cluster.address, max(1, len(prompt)), hash_tokens((0,)))
+    entry = await cluster.outbox.open(transfer)
+    with pytest.raises(InvalidRequestError) as refused:
+        await cluster.prefill.prefill(request, entry)
+    assert refused.value.field == field
+    cluster.outbox.release(transfer.transfer_id)
+    with pytest.raises(InvalidRequestError) as refused:
+        await drain(cluster.colocated.generate(request))
+    assert refused.value.field == field
+
+
+async def test_unknown_engine_arguments_are_named(smollm2: Path) -> None:
+    box = Box(1 << 20, "unused")
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        await start_vllm_engine(str(smollm2), {"max_num_seq": 4}, box, box, "wrong")
+    with pytest.raises(ConfigError, match="disagg's own KV connector"):
+        await start_vllm_engine(str(smollm2), {"kv_transfer_config": {}}, box, box, "wrong")
