@@ -22,6 +22,7 @@ from disagg.errors import ConfigError, DisaggError, InvalidRequestError
 COMMAND_MODULES = (
     "disagg.cli_model",
     "disagg.cli_doctor",
+    "disagg.cli_check",
     "disagg.cli_up",
     "disagg.cli_generate",
     "disagg.cli_ab",

@@ -93,7 +93,7 @@ def _down_local(record: Record) -> None:
         record.owner.send(signal.SIGTERM)
         if wait_gone([record.owner], DOWN_TIMEOUT_S):
             end([record.owner], grace_s=0.0)
-    if record.mark and (left := end(find_marked(record.mark))):
+    if record.mark and (left := end(find_marked(record.mark), grace_s=2.0)):
         raise EngineError(f"processes of {record.name} survive SIGKILL: {', '.join(str(process.pid) for process in left)}")
     if record.temp_dir:
         shutil.rmtree(record.temp_dir, ignore_errors=True)

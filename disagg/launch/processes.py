@@ -73,8 +73,11 @@ def descendants(pid: int) -> tuple[ProcessId, ...]:
 
 
 def find_marked(mark: str) -> tuple[ProcessId, ...]:
-    """Processes of this user whose environment at their start held the mark, and their descendants; never the caller."""
-    needle = f"{MARK}={mark}".encode()
+    """Processes of this user whose environment at their start held the mark, and their descendants; never the caller.
+
+    A process that changes its title (Ray's do) overwrites the beginning of that environment, so the name before the mark may be gone.
+    """
+    needle = mark.encode()
     found: dict[int, ProcessId] = {}
     for process, _ in _all():
         with contextlib.suppress(OSError):

@@ -26,7 +26,7 @@ from ray.exceptions import RayError
 
 from disagg.config import Topology
 from disagg.errors import ConfigError
-from disagg.launch.doctor import gpu_names
+from disagg.launch.check import this_host
 from disagg.launch.placement import Host, WorkerSpec, place, worker_specs
 from disagg.launch.processes import MARK, end, find_marked
 
@@ -75,7 +75,7 @@ class RaySession:
             raise ConfigError("this process has a Ray session already; close it first", key="address", value=address)
         if address is None:
             for topology in topologies:
-                place(topology, [local_host(topology)], what="this machine")
+                place(topology, [this_host(topology)], what="this machine")
         mark, temp_dir = (None, None) if address else (secrets.token_hex(16), _make_temp_dir())
         undo = contextlib.ExitStack()
         session = cls(mark, temp_dir, undo)
@@ -120,21 +120,6 @@ class RaySession:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def local_host(topology: Topology) -> Host:
-    """What a local Ray may hand out to one topology.
-
-    Cores: `ray.num_cpus`, else this machine's; simulated workers get as many as they ask for. A bound engine needs a core that exists.
-    """
-    specs = worker_specs(topology)
-    real = len(os.sched_getaffinity(0))
-    cores = topology.ray.num_cpus or (sum(spec.cores for spec in specs) if topology.engine.kind == "simulated" else real)
-    if any(spec.binds for spec in specs):
-        cores = min(cores, real)
-    gpus = len(gpu_names()) if any(spec.gpus for spec in specs) else 0
-    named = {name: 1e9 for spec in specs for name, _ in spec.resources}
-    return Host(LOCAL_HOST, (("CPU", float(cores)), ("GPU", float(gpus)), *named.items()))
 
 
 def _connect(address: str) -> None:
