@@ -111,9 +111,13 @@ class RoundReport(_Strict):
 
 
 class ComparisonReport(_Strict):
-    """One measure of both arms. `low`/`high`: 95 % interval of disagg minus colocated. `better`: null when no difference is shown."""
+    """One measure of both arms. `low`/`high`: 95 % interval of disagg minus colocated. `better`: null when no difference is shown.
+
+    `slo_class`: null for all requests together; a class's own show whom the choice helps and whom it costs.
+    """
 
     measure: str
+    slo_class: str | None
     unit: str
     disagg: float
     colocated: float

@@ -2,9 +2,9 @@
 
 Both arms got the same requests, so requests are compared in pairs. A difference counts when (1) the 95 % bootstrap interval of the
 difference, requests resampled as pairs, lies on one side of zero; (2) it is larger than what nobody would act on (`floor`: 2 points of
-attainment, 5 % of a latency); (3) no round shows the opposite. Measures decide in a fixed order: SLO attainment, the tail of the
-inter-token gaps, TPOT, TTFT, throughput. The first that differs chooses the arm; the reason also says what that arm does worse. When none
-differs, the verdict is "either".
+attainment, 5 % of a latency); (3) no round shows the opposite. Measures decide in a fixed order: SLO attainment (of all requests, then
+of the classes, where those that differ agree), the tail of the inter-token gaps, TPOT, TTFT, throughput. The first that differs chooses the
+arm; the reason also says what that arm does worse. When none differs, the verdict is "either".
 """
 
 from __future__ import annotations
@@ -21,19 +21,24 @@ from disagg.ab.rows import Row, span_s
 from disagg.config import SloClass
 
 ArmName = Literal["disagg", "colocated"]
+Unit = Literal["share", "s", "tokens/s"]
 Pair = tuple[Row, Row]  # (disagg, colocated) of one request
 Samples = Sequence[Sequence[float]]  # per request, its samples
 
 RESAMPLES = 400
-_MOST_SAMPLES = 20_000_000  # drawn in all, over the resamples of one measure: what a second can do
+_MOST_SAMPLES = 50_000_000  # drawn in all, over the resamples of one measure: what a second can do
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One measure of both arms. `low` and `high`: 95 % interval of (disagg - colocated). `better`: None when no difference is shown."""
+    """One measure of both arms. `low` and `high`: 95 % interval of (disagg - colocated). `better`: None when no difference is shown.
+
+    `slo_class`: None for all requests together.
+    """
 
     measure: str
-    unit: Literal["share", "s", "tokens/s"]
+    slo_class: str | None
+    unit: Unit
     disagg: float
     colocated: float
     low: float
@@ -55,10 +60,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Measure:
+    """What is compared, of what each request contributes (a failed one contributes no latency): a percentile, or the mean for None."""
+
     name: str
-    unit: Literal["share", "s", "tokens/s"]
+    slo_class: str | None
+    unit: Unit
     samples: Callable[[Row], Sequence[float]]
-    statistic: Callable[[np.ndarray], float]
+    percent: float | None
     higher_is_better: bool
     floor: Callable[[float, float], float]
 
@@ -66,27 +74,49 @@ class _Measure:
 def judge(disagg: Sequence[Row], colocated: Sequence[Row], classes: Sequence[SloClass]) -> Verdict:
     """The verdict on all rows of both arms."""
     pairs = _paired(disagg, colocated)
-    by_name = {c.name: c for c in classes}
-    comparisons = tuple(c for m in _measures(pairs, by_name) if (c := _compare(m, pairs)) is not None)
+    comparisons = [c for m in _measures(pairs, {c.name: c for c in classes}) if (c := _compare(m, pairs)) is not None]
     throughput = _compare_throughput(disagg, colocated)
-    return decide(comparisons if throughput is None else (*comparisons, throughput))
+    return decide(comparisons if throughput is None else [*comparisons, throughput])
 
 
 def decide(comparisons: Sequence[Comparison]) -> Verdict:
     """Choose by the first measure that differs, and say what the choice costs."""
-    deciding = next((c for c in comparisons if c.better is not None), None)
-    if deciding is None or deciding.better is None:
-        listed = "; ".join(_both(c) for c in comparisons) or "no request completed in both arms"
-        return Verdict("either", f"No difference is shown: {listed}.", tuple(comparisons))
-    arm: ArmName = deciding.better
-    gains = [c for c in comparisons if c.better == arm]
-    costs = [c for c in comparisons if c.better not in (arm, None)]
-    same = [c for c in comparisons if c.better is None]
-    sentences = [f"{arm} is better in {'; '.join(_both(c) for c in gains)}"]
-    sentences += [f"{'; '.join(_both(c) for c in costs)}: worse with {arm}"] if costs else []
-    sentences += [f"no difference shown in {'; '.join(_both(c) for c in same)}"] if same else []
-    reason = ". ".join(s[0].upper() + s[1:] if i else s for i, s in enumerate(sentences)) + "."
+    overall = [c for c in comparisons if c.slo_class is None]
+    by_class = [c for c in comparisons if c.slo_class is not None and c.better is not None]
+    chosen = _deciding(overall, by_class)
+    arm: ArmName = chosen or "disagg"
+    same = _listed([c for c in overall if c.better is None], arm)
+    if chosen is None:
+        reason = f"No difference is shown over all requests (disagg against colocated): {same or 'none completed in both arms'}."
+        for name in ("disagg", "colocated"):
+            own = [c for c in by_class if c.better == name]
+            reason += f" {name.capitalize()} is better in {_listed(own, name)}." if own else ""
+        return Verdict("either", reason, tuple(comparisons))
+    reason = f"{arm.capitalize()} is better in {_listed([c for c in (*overall, *by_class) if c.better == arm], arm)}."
+    worse = _listed([c for c in (*overall, *by_class) if c.better not in (arm, None)], arm)
+    reason += f" It is worse in {worse}." if worse else ""
+    reason += f" No difference is shown in {same}." if same else ""
     return Verdict(arm, reason, tuple(comparisons))
+
+
+def _deciding(overall: Sequence[Comparison], by_class: Sequence[Comparison]) -> ArmName | None:
+    """The arm that the first differing measure favours: attainment of all; of classes, where those that differ agree; then the others."""
+    attainments = [c for c in (*overall[:1], *by_class) if c.unit == "share" and c.better is not None]
+    favoured = {c.better for c in attainments}
+    if overall and overall[0].better is not None:
+        return overall[0].better
+    if len(favoured) == 1:
+        return attainments[0].better
+    return next((c.better for c in overall if c.better is not None), None)
+
+
+def _listed(comparisons: Sequence[Comparison], first: ArmName) -> str:
+    """`ITL p99.9 (48 ms against 410 ms), ...`, the value of `first` first."""
+    other: ArmName = "colocated" if first == "disagg" else "disagg"
+    return ", ".join(
+        f"{c.slo_class + ' ' if c.slo_class else ''}{c.measure} ({_shown(c.value(first), c.unit)} against {_shown(c.value(other), c.unit)})"
+        for c in comparisons
+    )
 
 
 def _paired(disagg: Sequence[Row], colocated: Sequence[Row]) -> list[Pair]:
@@ -95,42 +125,65 @@ def _paired(disagg: Sequence[Row], colocated: Sequence[Row]) -> list[Pair]:
 
 
 def _measures(pairs: Sequence[Pair], classes: Mapping[str, SloClass]) -> list[_Measure]:
-    """What is compared, most important first. The tail is the farthest percentile that the samples of both arms carry."""
-
-    def met(row: Row) -> Sequence[float]:
-        return (float(row_meets(row, classes[row.slo_class])),)
-
-    def latency(value: Callable[[Row], float | None]) -> Callable[[Row], Sequence[float]]:
-        def samples(row: Row) -> Sequence[float]:
-            seconds = value(row) if row.is_whole else None
-            return () if seconds is None else (seconds,)
-
-        return samples
-
-    def gaps(row: Row) -> Sequence[float]:
-        return row.itl_s if row.is_whole else ()
-
-    targeted = any(c.ttft_s is not None or c.tpot_s is not None for c in classes.values())
-    attainment = _Measure(
-        "SLO attainment" if targeted else "share completed", "share", met, lambda a: float(a.mean()), True, lambda _a, _b: 0.02
-    )
-    measures = [attainment]
-    for name, samples, percents, floor_s in (
-        ("ITL", gaps, (99.9, 99.0, 95.0), 0.002),
-        ("TPOT", latency(lambda r: r.tpot_s), (95.0, 90.0, 50.0), 0.001),
-        ("TTFT", latency(lambda r: r.ttft_s), (95.0, 90.0, 50.0), 0.005),
-    ):
-        percent = next((p for p in percents if all(_enough(samples, [pair[arm] for pair in pairs], p) for arm in (0, 1))), None)
-        if percent is not None:
-            measures.append(_tail(name, samples, percent, floor_s))
+    """What is compared, most important first: over all requests, then over each class where there are several."""
+    present = list(dict.fromkeys(pair[0].slo_class for pair in pairs))
+    measures = [
+        _attainment(classes, None),
+        *_tail(pairs, "ITL", _gaps, (99.9, 99, 95), 0.002),
+        *_tail(pairs, "TPOT", _tpot, (95, 90, 50), 0.001),
+        *_tail(pairs, "TTFT", _ttft, (95, 90, 50), 0.005),
+    ]
+    for name in present if len(present) > 1 else []:
+        measures += [
+            _attainment(classes, name),
+            *_tail(pairs, "ITL", _gaps, (99.9, 99, 95), 0.002, name),
+            *_tail(pairs, "TTFT", _ttft, (50,), 0.005, name),
+            *_tail(pairs, "TTFT", _ttft, (95, 90), 0.005, name),
+        ]
     return measures
 
 
-def _tail(name: str, samples: Callable[[Row], Sequence[float]], percent: float, floor_s: float) -> _Measure:
-    def statistic(values: np.ndarray) -> float:
-        return float(np.percentile(values, percent))
+def _attainment(classes: Mapping[str, SloClass], slo_class: str | None) -> _Measure:
+    def met(row: Row) -> Sequence[float]:
+        return (float(row_meets(row, classes[row.slo_class])),)
 
-    return _Measure(f"{name} p{percent:g}", "s", samples, statistic, False, lambda a, b: max(floor_s, 0.05 * min(a, b)))
+    targeted = any(c.ttft_s is not None or c.tpot_s is not None for c in classes.values())
+    name = "SLO attainment" if targeted else "share completed"
+    return _Measure(name, slo_class, "share", _of_class(met, slo_class), None, True, lambda _a, _b: 0.02)
+
+
+def _tail(
+    pairs: Sequence[Pair],
+    name: str,
+    samples: Callable[[Row], Sequence[float]],
+    percents: Sequence[float],
+    floor_s: float,
+    slo_class: str | None = None,
+) -> list[_Measure]:
+    """The first of `percents` for which both arms have samples enough; none when there is none."""
+    own = _of_class(samples, slo_class)
+    percent = next((p for p in percents if all(_enough(own, [pair[arm] for pair in pairs], p) for arm in (0, 1))), None)
+    if percent is None:
+        return []
+    return [_Measure(f"{name} p{percent:g}", slo_class, "s", own, percent, False, lambda a, b: max(floor_s, 0.05 * min(a, b)))]
+
+
+def _of_class(samples: Callable[[Row], Sequence[float]], slo_class: str | None) -> Callable[[Row], Sequence[float]]:
+    return lambda row: samples(row) if slo_class is None or row.slo_class == slo_class else ()
+
+
+def _gaps(row: Row) -> Sequence[float]:
+    return row.itl_s if row.is_whole else ()
+
+
+def _tpot(row: Row) -> Sequence[float]:
+    seconds = row.tpot_s if row.is_whole else None
+    return () if seconds is None else (seconds,)
+
+
+def _ttft(row: Row) -> Sequence[float]:
+    seconds = row.ttft_s if row.is_whole else None
+    return () if seconds is None else (seconds,)
 
 
 def _enough(samples: Callable[[Row], Sequence[float]], rows: Sequence[Row], percent: float) -> bool:
@@ -138,45 +191,69 @@ def _enough(samples: Callable[[Row], Sequence[float]], rows: Sequence[Row], perc
     return slo.percentile(pooled, percent) is not None
 
 
+class _Pooled:
+    """One arm's samples of a measure, sorted once; a resample only changes how often each request counts."""
+
+    def __init__(self, measure: _Measure, rows: Sequence[Row]) -> None:
+        each = [np.asarray(measure.samples(row), dtype=np.float64) for row in rows]
+        values = np.concatenate(each) if each else np.empty(0)
+        owners = np.repeat(np.arange(len(each)), [a.size for a in each])  # the place of each sample's request in `rows`
+        order = np.argsort(values, kind="stable")
+        self._values, self._owners = values[order], owners[order]
+        self._percent = measure.percent
+        self.size = int(values.size)
+
+    def statistic(self, times: np.ndarray) -> float | None:
+        """The measure when request i counts `times[i]` times; None when no sample is left. Percentiles as in slo.percentile."""
+        weights = times[self._owners]
+        upto = np.cumsum(weights)
+        if not upto.size or upto[-1] == 0:
+            return None
+        if self._percent is None:
+            return float(weights @ self._values / upto[-1])
+        position = (int(upto[-1]) - 1) * self._percent / 100
+        below = int(position)
+        first, second = self._values[np.searchsorted(upto, [below, min(below + 1, int(upto[-1]) - 1)], side="right")]
+        return float(first + (second - first) * (position - below))
+
+
 def _compare(measure: _Measure, pairs: Sequence[Pair]) -> Comparison | None:
     """Bootstrap one measure; None when an arm has no sample of it."""
-    both = [[np.asarray(measure.samples(pair[arm]), dtype=np.float64) for pair in pairs] for arm in (0, 1)]
-    pooled = [np.concatenate(s) if s else np.empty(0) for s in both]
-    if not all(p.size for p in pooled):
+    arms = [_Pooled(measure, [pair[arm] for pair in pairs]) for arm in (0, 1)]
+    ours, theirs = (arm.statistic(np.ones(len(pairs), dtype=np.int64)) for arm in arms)
+    if ours is None or theirs is None:
         return None
-    ours, theirs = (measure.statistic(p) for p in pooled)
-    differences = _resampled_differences(measure, both)
-    low, high = (float(x) for x in np.percentile(differences, (2.5, 97.5)))
+    low, high = (float(x) for x in np.percentile(_resampled_differences(arms, len(pairs)), (2.5, 97.5)))
     difference = ours - theirs
-    shown = (low > 0 or high < 0) and abs(difference) >= measure.floor(ours, theirs) and not _contradicted(measure, pairs, difference)
+    shown = (low > 0 or high < 0) and abs(difference) >= measure.floor(ours, theirs)
+    shown = shown and not _contradicted(measure, arms, pairs, difference)
     disagg_better = (difference > 0) == measure.higher_is_better
     better: ArmName | None = ("disagg" if disagg_better else "colocated") if shown else None
-    return Comparison(measure.name, measure.unit, ours, theirs, low, high, better)
+    return Comparison(measure.name, measure.slo_class, measure.unit, ours, theirs, low, high, better)
 
 
-def _resampled_differences(measure: _Measure, both: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
-    """Differences of the statistic over resampled pairs of requests, with a fixed seed: the same rows give the same verdict."""
+def _resampled_differences(arms: Sequence[_Pooled], num_pairs: int) -> list[float]:
+    """Differences of the measure over resampled pairs of requests, with a fixed seed: the same rows give the same verdict."""
     rng = np.random.default_rng(0)
-    num_pairs = len(both[0])
-    num_samples = sum(a.size for arm in both for a in arm)
+    num_samples = sum(arm.size for arm in arms)
     differences = []
     for _ in range(max(50, min(RESAMPLES, _MOST_SAMPLES // max(1, num_samples)))):
-        chosen = rng.integers(0, num_pairs, num_pairs)
-        pooled = [np.concatenate([arm[i] for i in chosen]) for arm in both]
-        if all(p.size for p in pooled):
-            differences.append(measure.statistic(pooled[0]) - measure.statistic(pooled[1]))
-    return np.asarray(differences or [0.0])
+        times = np.bincount(rng.integers(0, num_pairs, num_pairs), minlength=num_pairs)
+        ours, theirs = (arm.statistic(times) for arm in arms)
+        if ours is not None and theirs is not None:
+            differences.append(ours - theirs)
+    return differences or [0.0]
 
 
-def _contradicted(measure: _Measure, pairs: Sequence[Pair], difference: float) -> bool:
+def _contradicted(measure: _Measure, arms: Sequence[_Pooled], pairs: Sequence[Pair], difference: float) -> bool:
     """Whether a round shows a clear difference of the opposite sign."""
-    for number in {pair[0].round for pair in pairs}:
-        own = [pair for pair in pairs if pair[0].round == number]
-        arms = [np.asarray([x for pair in own for x in measure.samples(pair[arm])]) for arm in (0, 1)]
-        if all(a.size for a in arms):
-            ours, theirs = (measure.statistic(a) for a in arms)
-            if (ours - theirs) * difference < 0 and abs(ours - theirs) >= measure.floor(ours, theirs):
-                return True
+    rounds = np.asarray([pair[0].round for pair in pairs])
+    for number in np.unique(rounds):
+        ours, theirs = (arm.statistic((rounds == number).astype(np.int64)) for arm in arms)
+        if ours is None or theirs is None:
+            continue
+        if (ours - theirs) * difference < 0 and abs(ours - theirs) >= measure.floor(ours, theirs):
+            return True
     return False
 
 
@@ -191,21 +268,16 @@ def _compare_throughput(disagg: Sequence[Row], colocated: Sequence[Row]) -> Comp
     ours, theirs = _tokens_per_s(disagg), _tokens_per_s(colocated)
     shown = abs(ours - theirs) >= 0.05 * max(ours, theirs) and (min(per_round) > 0 or max(per_round) < 0)
     better: ArmName | None = ("disagg" if ours > theirs else "colocated") if shown else None
-    return Comparison("throughput", "tokens/s", ours, theirs, min(per_round), max(per_round), better)
+    return Comparison("throughput", None, "tokens/s", ours, theirs, min(per_round), max(per_round), better)
 
 
 def _tokens_per_s(rows: Sequence[Row]) -> float:
     return slo.rate_per_s(sum(r.output_tokens for r in rows if r.is_whole), span_s(rows)) or 0.0
 
 
-def _both(c: Comparison) -> str:
-    """`ITL p99.9 48 ms against 410 ms` with disagg named first."""
-    return f"{c.measure} {_shown(c.disagg, c.unit)} disagg, {_shown(c.colocated, c.unit)} colocated"
-
-
-def _shown(value: float, unit: str) -> str:
+def _shown(value: float, unit: Unit) -> str:
     if unit == "share":
         return f"{value:.0%}"
     if unit == "tokens/s":
         return f"{value:.1f} tokens/s"
-    return f"{value * 1e3:.0f} ms" if value < 10 else f"{value:.1f} s"
+    return f"{value * 1e3:,.0f} ms"

@@ -8,6 +8,7 @@ import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -155,8 +156,10 @@ def test_long_gaps_in_one_arm_choose_the_other_and_a_worse_ttft_is_said():
     gaps = next(c for c in verdict.comparisons if c.measure.startswith("ITL"))
     assert gaps.better == "disagg"
     assert gaps.high < 0
+    assert gaps.disagg == pytest.approx(float(np.percentile([g for r in arm("disagg", stall=0, ttft=0.4, seed=1) for g in r.itl_s], 99.9)))
     assert gaps.colocated > 0.4 > 0.05 > gaps.disagg
-    assert re.search(r"TTFT p95 \d+ ms disagg, \d+ ms colocated: worse with disagg", verdict.reason)
+    assert re.search(r"^Disagg is better in .* It is worse in TTFT p95 \(\d+ ms against \d+ ms\)", verdict.reason)
+    assert all(c.slo_class is None for c in verdict.comparisons)
     mirrored = judge(arm("disagg", stall=0.5, ttft=0.2, seed=2), arm("colocated", stall=0, ttft=0.4, seed=1), CLASSES)
     assert mirrored.choose == "colocated"
 
@@ -167,7 +170,7 @@ def test_attainment_decides_before_the_gaps():
     assert verdict.choose == "colocated"
     assert verdict.comparisons[0].measure == "SLO attainment"
     assert verdict.comparisons[0].better == "colocated"
-    assert "worse with colocated" in verdict.reason
+    assert "It is worse in ITL" in verdict.reason
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -189,6 +192,35 @@ def test_lower_throughput_in_every_round_is_shown():
     slow = [dataclasses.replace(r, end_s=r.end_s + 30) for r in arm("disagg", stall=0, ttft=0.2)]
     comparison = judge(slow, arm("colocated", stall=0, ttft=0.2), CLASSES).comparisons[-1]
     assert (comparison.measure, comparison.better) == ("throughput", "colocated")
+
+
+def test_a_class_that_pays_is_named():
+    def mixed(name: str, chat_ttft: float, stall: float) -> list[Row]:
+        chats = arm(name, stall=stall, ttft=chat_ttft, seed=1)
+        documents = [dataclasses.replace(r, index=r.index + 1000, slo_class="document") for r in arm(name, stall=stall, ttft=3.0, seed=2)]
+        return chats + documents
+
+    verdict = judge(mixed("disagg", 0.4, 0), mixed("colocated", 0.1, 0.5), CLASSES)
+    assert verdict.choose == "disagg"
+    costs = verdict.reason.partition("It is worse in")[2].partition("No difference")[0]
+    assert "chat TTFT p50" in costs
+    assert "document TTFT" not in costs
+    gaps = {c.slo_class: c for c in verdict.comparisons if c.measure.startswith("ITL")}
+    assert set(gaps) == {None, "chat", "document"}
+
+
+def test_a_class_that_misses_its_slo_decides_before_the_gaps():
+    def mixed(name: str, chat_ttft: float, stall: float) -> list[Row]:
+        chats = arm(name, stall=stall, ttft=chat_ttft, seed=1, count=12)
+        documents = [
+            dataclasses.replace(r, index=r.index + 1000, slo_class="document") for r in arm(name, stall=stall, ttft=3.0, seed=2, count=600)
+        ]
+        return chats + documents
+
+    verdict = judge(mixed("disagg", 0.9, 0), mixed("colocated", 0.1, 0.5), CLASSES)
+    assert verdict.comparisons[0].better is None  # 24 chats of 1,224 requests are less than 2 points
+    assert verdict.choose == "colocated"
+    assert verdict.reason.startswith("Colocated is better in TTFT p95") or "chat SLO attainment (100% against 0%)" in verdict.reason
 
 
 def make_result() -> Result:
