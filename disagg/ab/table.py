@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from disagg.ab.result import ClassFigures, Distribution, Figures, Result
+from disagg.ab.result import Distribution, Figures, Result
 
 ABSENT = "–"
 WIDTH = 100
@@ -25,10 +25,12 @@ def render(result: Result) -> RenderableType:
         table.add_column(name, justify="right")
     for label, show in _ALL:
         table.add_row(label, *(show(arm) for arm in arms))
-    for class_name in dict.fromkeys(c for arm in arms for c in arm.classes):
-        figures = [arm.classes[class_name] for arm in arms if class_name in arm.classes]
+    for class_name in arms[0].classes:  # both arms were sent the same
+        figures = [arm.classes[class_name] for arm in arms]
         table.add_section()
-        table.add_row(f"[bold]{escape(class_name)}[/] {_targets(figures[0])}")
+        table.add_row(f"[bold]{escape(class_name)}[/]")
+        if figures[0].ttft_target_s is not None or figures[0].tpot_target_s is not None:
+            table.add_row("  target TTFT / TPOT", *(_ms(f.ttft_target_s, f.tpot_target_s) for f in figures))
         for label, show in _CLASS:
             table.add_row(f"  {label}", *(show(f) for f in figures))
     lines: list[RenderableType] = [table]
@@ -45,13 +47,6 @@ def _title(result: Result) -> str:
     return (
         f"{result.workload.get('name')} on {environment.get('model')}: {rounds} round{'s' if rounds > 1 else ''}, {environment.get('cpu')}"
     )
-
-
-def _targets(figures: ClassFigures) -> str:
-    targets = [
-        f"{name} {t * 1e3:,.0f} ms" for name, t in (("TTFT", figures.ttft_target_s), ("TPOT", figures.tpot_target_s)) if t is not None
-    ]
-    return f"(SLO {', '.join(targets)})" if targets else "(no SLO)"
 
 
 def _ms(*values: float | None) -> str:
