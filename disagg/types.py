@@ -47,12 +47,43 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
+class StructureKind(StrEnum):
+    """What kind of form a structured answer follows; vLLM's names."""
+
+    JSON = "json"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The form that an answer must follow.
+
+    `spec`: a JSON schema, a regular expression, a JSON list of choices, a grammar (EBNF or Lark), or a structural tag, as text; empty for
+    `json_object`. `reasoning_ended`: False when the form begins only after the model's reasoning, True when that is over; None leaves
+    it to the engine. `reasoning_json`: arguments of the engine's reasoning parser as a JSON object, empty for none.
+    """
+
+    kind: StructureKind
+    spec: str = ""
+    any_whitespace: bool = True
+    additional_properties: bool = True
+    whitespace_pattern: str | None = None
+    reasoning_ended: bool | None = None
+    reasoning_json: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling parameters of one request, with vLLM's names, meanings and neutral values.
 
-    `logprobs`: None for none, else the number of top alternatives wanted beside the sampled token's own.
-    `stop` strings are applied where text is made (the front door), never inside an engine.
+    `logprobs`: None for none, else the number of top alternatives wanted beside the sampled token's own; -1 for the whole vocabulary.
+    `logprob_token_ids`: alternatives wanted instead of the top ones. `prompt_logprobs`: as `logprobs`, for the prompt's tokens.
+    `bad_words`: token sequences that must not come up. `allowed_token_ids`: empty for all. `logit_bias`: (token id, bias) pairs.
+    `stop` strings, and the last two fields, are applied where text is made (the front door), never inside an engine.
     """
 
     max_tokens: int = 128
@@ -69,6 +100,21 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    structure: Structure | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    @property
+    def num_top(self) -> int | None:
+        """How many alternatives each token comes with: -1 for all, None when no logprobs are wanted."""
+        if self.logprobs is not None:
+            return self.logprobs
+        return len(self.logprob_token_ids) if self.logprob_token_ids else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +161,39 @@ class TopLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One sampled token. `logprob` and `top` are filled only when the request asked for logprobs."""
+    """One sampled token. `logprob`, `top` and `rank` (1 for the likeliest, 0 unknown) only where the request asked for logprobs."""
 
     token_id: int
     logprob: float | None = None
     top: tuple[TopLogprob, ...] = ()
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Logprobs of a prompt's tokens but the first, as one flat table of rows.
+
+    Row i is of prompt token i + 1: that token itself, then the `width - 1` alternatives, the likeliest first. `token_ids` and `logprobs`
+    hold rows x width values; `ranks` the prompt tokens' own ranks, one a row.
+    """
+
+    width: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one engine step gave one request: usually one token. `finish` is set on the last chunk only."""
+    """What one engine step gave one request: usually one token. `finish` is set on the last chunk only.
+
+    The first chunk also has `prompt_logprobs` where asked for, and on a colocated route the number of `cached_tokens` (see Prefilled).
+    """
 
     tokens: tuple[Token, ...]
     finish: FinishReason | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +206,7 @@ class Prefilled:
     first: Token
     finish: FinishReason | None = None
     cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

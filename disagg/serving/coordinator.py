@@ -155,6 +155,7 @@ class Coordinator:
                     reservation.first_token()
                     reservation.decoding()
                     _first_token(run, Phase.DECODING)
+                    run.cached_tokens = run.cached_tokens or chunk.cached_tokens
                 yield chunk
 
     async def _disaggregated(self, run: Run, request: Request, reservation: Reservation) -> AsyncGenerator[Chunk, None]:
@@ -170,11 +171,11 @@ class Coordinator:
             run.cached_tokens = run.cached_tokens or prefilled.cached_tokens
             if prefilled.finish is not None:
                 whole = fetch is None
-                yield Chunk((prefilled.first,), prefilled.finish)
+                yield Chunk((prefilled.first,), prefilled.finish, prefilled.prompt_logprobs)
                 return
             # Started before the first token is handed out, so that the two do not wait for each other.
             async with aclosing(d.decode(request, prefilled, transfer)) as chunks:
-                yield Chunk((prefilled.first,))
+                yield Chunk((prefilled.first,), None, prefilled.prompt_logprobs)
                 async for chunk in chunks:
                     if run.phase is not Phase.DECODING:
                         run.phase = Phase.DECODING

@@ -6,7 +6,21 @@ import time
 
 from disagg.errors import DisaggError, from_wire, to_wire
 from disagg.pb import worker_pb2 as pb
-from disagg.types import Chunk, EngineState, FinishReason, KvAddress, Prefilled, Request, Sampling, Token, TopLogprob, Transfer
+from disagg.types import (
+    Chunk,
+    EngineState,
+    FinishReason,
+    KvAddress,
+    Prefilled,
+    PromptLogprobs,
+    Request,
+    Sampling,
+    Structure,
+    StructureKind,
+    Token,
+    TopLogprob,
+    Transfer,
+)
 
 # Numbers of FinishReason in inference.proto; 0 means that the request goes on.
 _FINISH_TO_WIRE = {None: 0, FinishReason.STOP: 1, FinishReason.LENGTH: 2}
@@ -29,6 +43,12 @@ def sampling_to_wire(s: Sampling) -> pb.SamplingMessage:
         stop_token_ids=s.stop_token_ids,
         ignore_eos=s.ignore_eos,
         logprobs=s.logprobs,
+        logprob_token_ids=s.logprob_token_ids,
+        prompt_logprobs=s.prompt_logprobs,
+        logit_bias=dict(s.logit_bias),
+        bad_words=[pb.TokenSequence(ids=word) for word in s.bad_words],
+        allowed_token_ids=s.allowed_token_ids,
+        structure=structure_to_wire(s.structure) if s.structure is not None else None,
     )
 
 
@@ -47,6 +67,36 @@ def sampling_from_wire(m: pb.SamplingMessage) -> Sampling:
         stop_token_ids=tuple(m.stop_token_ids),
         ignore_eos=m.ignore_eos,
         logprobs=m.logprobs if m.HasField("logprobs") else None,
+        logprob_token_ids=tuple(m.logprob_token_ids),
+        prompt_logprobs=m.prompt_logprobs if m.HasField("prompt_logprobs") else None,
+        logit_bias=tuple(sorted(m.logit_bias.items())),
+        bad_words=tuple([tuple(word.ids) for word in m.bad_words]),
+        allowed_token_ids=tuple(m.allowed_token_ids),
+        structure=structure_from_wire(m.structure) if m.HasField("structure") else None,
+    )
+
+
+def structure_to_wire(s: Structure) -> pb.StructureMessage:
+    return pb.StructureMessage(
+        kind=s.kind,
+        spec=s.spec,
+        any_whitespace=s.any_whitespace,
+        additional_properties=s.additional_properties,
+        whitespace_pattern=s.whitespace_pattern,
+        reasoning_ended=s.reasoning_ended,
+        reasoning_json=s.reasoning_json,
+    )
+
+
+def structure_from_wire(m: pb.StructureMessage) -> Structure:
+    return Structure(
+        kind=StructureKind(m.kind),
+        spec=m.spec,
+        any_whitespace=m.any_whitespace,
+        additional_properties=m.additional_properties,
+        whitespace_pattern=m.whitespace_pattern if m.HasField("whitespace_pattern") else None,
+        reasoning_ended=m.reasoning_ended if m.HasField("reasoning_ended") else None,
+        reasoning_json=m.reasoning_json,
     )
 
 
@@ -98,31 +148,52 @@ def token_to_wire(token: Token) -> pb.StepToken:
     if token.logprob is None:
         return pb.StepToken(id=token.token_id)
     top = [pb.StepTopLogprob(id=t.token_id, logprob=t.logprob) for t in token.top]
-    return pb.StepToken(id=token.token_id, logprob=token.logprob, top=top)
+    return pb.StepToken(id=token.token_id, logprob=token.logprob, top=top, rank=token.rank)
 
 
 def token_from_wire(m: pb.StepToken) -> Token:
     if not m.HasField("logprob"):
         return Token(m.id)
-    return Token(m.id, m.logprob, tuple(TopLogprob(t.id, t.logprob) for t in m.top))
+    return Token(m.id, m.logprob, tuple([TopLogprob(t.id, t.logprob) for t in m.top]), m.rank)
+
+
+def prompt_logprobs_to_wire(table: PromptLogprobs | None) -> pb.PromptLogprobs | None:
+    if table is None:
+        return None
+    return pb.PromptLogprobs(width=table.width, token_ids=table.token_ids, logprobs=table.logprobs, ranks=table.ranks)
+
+
+def prompt_logprobs_from_wire(m: pb.PromptLogprobs) -> PromptLogprobs:
+    return PromptLogprobs(m.width, tuple(m.token_ids), tuple(m.logprobs), tuple(m.ranks))
 
 
 def prefilled_to_wire(prefilled: Prefilled) -> pb.PrefillReply:
     return pb.PrefillReply(
-        first=token_to_wire(prefilled.first), finish=_FINISH_TO_WIRE[prefilled.finish], cached_tokens=prefilled.cached_tokens
+        first=token_to_wire(prefilled.first),
+        finish=_FINISH_TO_WIRE[prefilled.finish],
+        cached_tokens=prefilled.cached_tokens,
+        prompt_logprobs=prompt_logprobs_to_wire(prefilled.prompt_logprobs),
     )
 
 
 def prefilled_from_wire(m: pb.PrefillReply) -> Prefilled:
-    return Prefilled(token_from_wire(m.first), _FINISH_FROM_WIRE[m.finish], m.cached_tokens)
+    table = prompt_logprobs_from_wire(m.prompt_logprobs) if m.HasField("prompt_logprobs") else None
+    return Prefilled(token_from_wire(m.first), _FINISH_FROM_WIRE[m.finish], m.cached_tokens, table)
 
 
 def chunk_to_wire(key: str, chunk: Chunk) -> pb.RequestStep:
-    return pb.RequestStep(request_key=key, tokens=[token_to_wire(t) for t in chunk.tokens], finish=_FINISH_TO_WIRE[chunk.finish])
+    return pb.RequestStep(
+        request_key=key,
+        tokens=[token_to_wire(t) for t in chunk.tokens],
+        finish=_FINISH_TO_WIRE[chunk.finish],
+        cached_tokens=chunk.cached_tokens,
+        prompt_logprobs=prompt_logprobs_to_wire(chunk.prompt_logprobs),
+    )
 
 
 def chunk_from_wire(m: pb.RequestStep) -> Chunk:
-    return Chunk(tuple([token_from_wire(t) for t in m.tokens]), _FINISH_FROM_WIRE[m.finish])
+    table = prompt_logprobs_from_wire(m.prompt_logprobs) if m.HasField("prompt_logprobs") else None
+    return Chunk(tuple([token_from_wire(t) for t in m.tokens]), _FINISH_FROM_WIRE[m.finish], table, m.cached_tokens)
 
 
 def error_to_wire(key: str, error: DisaggError) -> pb.RequestStep:

@@ -1,0 +1,74 @@
+"""The worker wire loses nothing of what a request asks and of what a step answers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from disagg.serving.worker_rpc_messages import (
+    chunk_from_wire,
+    chunk_to_wire,
+    prefilled_from_wire,
+    prefilled_to_wire,
+    request_from_wire,
+    request_to_wire,
+)
+from disagg.types import (
+    Chunk,
+    FinishReason,
+    Prefilled,
+    PromptLogprobs,
+    Request,
+    Sampling,
+    Structure,
+    StructureKind,
+    Token,
+    TopLogprob,
+)
+
+FRONT_ONLY = {"stop", "include_stop_str_in_output", "skip_special_tokens"}
+FULL = Sampling(
+    max_tokens=7,
+    min_tokens=2,
+    temperature=0.5,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.1,
+    seed=-5,
+    presence_penalty=-1.5,
+    frequency_penalty=0.25,
+    repetition_penalty=1.1,
+    stop_token_ids=(3, 1),
+    ignore_eos=True,
+    logprobs=-1,
+    logprob_token_ids=(9, 4),
+    prompt_logprobs=0,
+    logit_bias=((5, -100.0), (7, 0.5)),
+    bad_words=((1, 2, 3), (4,)),
+    allowed_token_ids=(8, 6),
+    structure=Structure(StructureKind.REGEX, "a+", False, False, "", False, '{"a": 1}'),
+)
+TABLE = PromptLogprobs(2, (1, 2, 3, 4), (-0.5, -1.0, float("-inf"), -2.0), (1, 30000))
+TOKENS = (Token(1, -0.5, (TopLogprob(1, -0.5),), 3), Token(2))
+
+
+def test_every_sampling_field_that_engines_see_crosses() -> None:
+    default = Sampling()
+    for field in dataclasses.fields(Sampling):
+        if field.name not in FRONT_ONLY:
+            assert getattr(FULL, field.name) != getattr(default, field.name), f"{field.name} needs an unusual value in this test"
+    for sampling in (FULL, default):
+        request = Request("r", (1, 2), sampling, prior_output=(3,))
+        there = request_from_wire(request_to_wire(request))
+        assert dataclasses.replace(there, arrival_s=0.0) == request
+
+
+def test_text_fields_stay_at_the_gateway() -> None:
+    there = request_from_wire(request_to_wire(Request("r", (1,), Sampling(stop=("x",), include_stop_str_in_output=True)))).sampling
+    assert there == Sampling()
+
+
+def test_steps_cross_whole() -> None:
+    for chunk in (Chunk(TOKENS, FinishReason.STOP, TABLE, 5), Chunk((), None)):
+        assert chunk_from_wire(chunk_to_wire("k", chunk)) == chunk
+    for prefilled in (Prefilled(TOKENS[0], FinishReason.LENGTH, 4, TABLE), Prefilled(TOKENS[1])):
+        assert prefilled_from_wire(prefilled_to_wire(prefilled)) == prefilled
