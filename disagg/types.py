@@ -12,10 +12,11 @@ from enum import StrEnum
 
 
 class Mode(StrEnum):
-    """How requests are routed. `disagg` picks from prefill x decode workers, `colocated` uses (w, w)."""
+    """How requests are routed. `disagg` picks from prefill x decode workers, `colocated` uses (w, w), `adaptive` picks from all pairs."""
 
     DISAGG = "disagg"
     COLOCATED = "colocated"
+    ADAPTIVE = "adaptive"
 
 
 class Role(StrEnum):
@@ -244,11 +245,30 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one engine step did and how long it took; the router learns each worker's speed from these.
+
+    `number` counts an engine's steps. `seconds`: from the step's start to its end, without idling. `prefill_tokens`: prompt tokens computed,
+    and `prefill_pairs` the (query, key) pairs of their attention, n x (cached + (n + 1) / 2) for n tokens after `cached` ones.
+    `decode_requests`: requests that decoded one token, and `context_tokens` the sum of their contexts.
+    """
+
+    number: int
+    seconds: float
+    prefill_tokens: int = 0
+    prefill_pairs: float = 0.0
+    decode_requests: int = 0
+    context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineState:
     """A cheap snapshot of one worker, in tokens and seconds; it is what the pool's view is made of.
 
     `step_s`: smoothed duration of the latest engine steps (0 when idle since the start).
     `outbox_free_bytes`/`inbox_free_bytes`: room for new transfers. `preemptions`: count since the start.
+    `max_step_tokens`: tokens that one step computes at most (0: not known). `steps`: the latest steps, oldest first; over the wire
+    only those that the gateway has not seen.
     """
 
     epoch: str
@@ -263,6 +283,8 @@ class EngineState:
     inbox_free_bytes: int = 0
     inbox_total_bytes: int = 0
     preemptions: int = 0
+    max_step_tokens: int = 0
+    steps: tuple[StepRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

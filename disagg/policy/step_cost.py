@@ -1,0 +1,95 @@
+"""What an engine step costs, in a form that can be fitted: linear in what the step does. Pure.
+
+    seconds = base + over x max(0, tokens - ridge) + token x tokens + pair x pairs + context x context tokens
+
+`tokens` are all tokens computed in the step, of prompts and decodes. Up to `ridge` tokens a step reads the weights anyway, and further tokens
+are nearly free; above it each costs arithmetic (`over_s`). `pairs`: (query, key) pairs of prompt attention. All coefficients are >= 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from disagg.perf.roofline import PrefillChunk, StepModel
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Coefficients in seconds; `ridge_tokens` in tokens."""
+
+    base_s: float
+    over_s: float
+    token_s: float
+    pair_s: float
+    context_s: float
+    ridge_tokens: float = 0.0
+
+    def step_s(self, prefill_tokens: float, pairs: float, decodes: float, context_tokens: float) -> float:
+        """Seconds of one step."""
+        tokens = prefill_tokens + decodes
+        return (
+            self.base_s
+            + self.over_s * max(0.0, tokens - self.ridge_tokens)
+            + self.token_s * tokens
+            + self.pair_s * pairs
+            + self.context_s * context_tokens
+        )
+
+    def prefill_s(self, tokens: float, cached: float, chunk: float, decodes: float = 0.0, context_tokens: float = 0.0) -> float:
+        """Seconds to compute `tokens` prompt tokens after `cached` ones, in steps of `chunk` prompt tokens beside a decoding batch."""
+        if tokens <= 0:
+            return 0.0
+        whole, rest = divmod(tokens, chunk)
+        steps = whole + (rest > 0)
+        over = whole * max(0.0, chunk + decodes - self.ridge_tokens)
+        if rest:
+            over += max(0.0, rest + decodes - self.ridge_tokens)
+        return (
+            steps * (self.base_s + self.token_s * decodes + self.context_s * context_tokens)
+            + self.over_s * over
+            + self.token_s * tokens
+            + self.pair_s * tokens * (cached + (tokens + 1) / 2)
+        )
+
+    def scaled(self, factor: float) -> StepCost:
+        """All times multiplied."""
+        return StepCost(
+            self.base_s * factor,
+            self.over_s * factor,
+            self.token_s * factor,
+            self.pair_s * factor,
+            self.context_s * factor,
+            self.ridge_tokens,
+        )
+
+
+# Nobody said what the device is: 20 ms steps and 1,000 prompt tokens/s, near one CPU core with a small model. Corrected within a few steps.
+GENERIC = StepCost(base_s=18e-3, over_s=0.0, token_s=0.8e-3, pair_s=0.1e-6, context_s=1e-6)
+
+_TYPICAL_BATCH = 64
+
+
+def from_roofline(model: StepModel, speed: float = 1.0) -> StepCost:
+    """The roofline's step, read off at a few points. `speed`: simulated seconds per real second (0: no time at all)."""
+    if speed == 0:
+        return StepCost(0.0, 0.0, 0.0, 0.0, 0.0)
+    many = 1 << 20
+    one = model.step_s((), 1, 0)
+    pair = (_chunk_s(model, 1, many) - _chunk_s(model, 1, 0)) / many
+    per_token = (_chunk_s(model, 2 * many, 0, pair) - _chunk_s(model, many, 0, pair)) / many  # above the ridge
+    free = max(0.0, model.step_s((), 9, 0) - one) / 8  # below it
+    flat = one - free
+    if per_token <= free:  # experts that few tokens leave unread: no ridge, the step just starts higher
+        flat, free = max(0.0, model.step_s((), _TYPICAL_BATCH, 0) - _TYPICAL_BATCH * per_token), per_token
+    over = per_token - free
+    # Where the two lines meet: flat + free n = above + per_token n.
+    above = _chunk_s(model, many, 0, pair) - per_token * many
+    ridge = max(0.0, (flat - above) / over) if over > 0 else 0.0
+    context = (model.step_s((), 1, many) - one) / many
+    return StepCost(flat, over, free, pair, context, ridge).scaled(1.0 / speed)
+
+
+def _chunk_s(model: StepModel, tokens: int, cached: int, pair_s: float = 0.0) -> float:
+    """Seconds of a step with one prompt chunk, less its attention at `pair_s`."""
+    chunk = PrefillChunk(tokens, cached)
+    return model.step_s([chunk]) - pair_s * chunk.attention_pairs
