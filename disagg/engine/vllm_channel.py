@@ -78,13 +78,13 @@ def _exit_at_end_of(sock: socket.socket) -> None:
     threading.Thread(target=watch, name="disagg-lifeline", daemon=True).start()
 
 
-_lifelines: dict[str, socket.socket] = {}
+_lifelines: dict[tuple[str, int], socket.socket] = {}  # by process too: a forked child has its parent's sockets, but not its threads
 
 
 def hold_lifeline() -> None:
     """Ties this process's life to the worker named by the environment. Idempotent; nothing happens outside our engines."""
     address = os.environ.get(ADDRESS_ENV)
-    if not address or address in _lifelines:
+    if not address or (address, os.getpid()) in _lifelines:
         return
     try:
         sock = _connect(address)
@@ -92,7 +92,7 @@ def hold_lifeline() -> None:
         logger.error("the worker that started this engine is gone: %s", error)
         os._exit(1)
     _send(sock, ["lifeline", os.getpid()])
-    _lifelines[address] = sock
+    _lifelines[address, os.getpid()] = sock
     _exit_at_end_of(sock)
 
 
