@@ -25,12 +25,10 @@ from disagg.engine.simulated_model import KvState, Rows, SimulatedModel
 from disagg.engine.simulated_scheduler import Scheduled, Scheduler
 from disagg.engine.simulated_scheduler import Sequence as ScheduledSequence
 from disagg.engine.simulated_settings import check_request, kv_cache_tokens, simulated_layout
+from disagg.engine.simulated_timing import plan_seconds, step_model
 from disagg.errors import DisaggError, EngineError, LayoutMismatchError, TransferCorruptError
 from disagg.kv.api import InboxEntry, OutboxEntry
 from disagg.kv.layout import KvLayout
-from disagg.perf.hardware import find_device
-from disagg.perf.roofline import PrefillChunk, StepModel
-from disagg.perf.shapes import find_shape
 from disagg.types import Chunk, EngineState, FinishReason, Prefilled, Request, Token
 
 log = logging.getLogger(__name__)
@@ -136,7 +134,7 @@ class SimulatedEngine:
         self.slow_factor = 1.0
         self._layout = simulated_layout(settings)
         self._model = SimulatedModel(settings)
-        self._steps = StepModel(find_shape(settings.shape), find_device(settings.gpu), settings.tp, settings.dtype)
+        self._steps = step_model(settings)
         self._scheduler = Scheduler(
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
@@ -292,15 +290,7 @@ class SimulatedEngine:
     def _duration_s(self, plan: Sequence[Scheduled]) -> float:
         if self.settings.speed == 0:
             return 0.0
-        chunks, num_decodes, context_tokens = [], 0, 0
-        for item in plan:
-            cached = item.sequence.num_computed
-            if item.num_tokens == 1 and cached:
-                num_decodes += 1
-                context_tokens += cached + 1
-            else:
-                chunks.append(PrefillChunk(item.num_tokens, cached))
-        return self._steps.step_s(chunks, num_decodes, context_tokens) / self.settings.speed * self.slow_factor
+        return plan_seconds(self._steps, plan) / self.settings.speed * self.slow_factor
 
     def _compute(self, plan: Sequence[Scheduled]) -> list[_Result]:
         """The step's work: KV of all scheduled tokens, and a token for each job whose KV is complete."""

@@ -7,12 +7,17 @@ freed, it goes to the front of the waiting ones and computes all its tokens agai
 
     waiting --admit--> running --remove--> gone          blocks: only running sequences hold any
        ^-----preempt-----'
+
+With a prefix cache (simulated_prefix.py) the blocks of known prefixes are shared: a sequence starts behind what is cached, and what it
+fills becomes cached. `free_blocks` counts the cached blocks that nobody holds: their room is given away when it is needed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from disagg.engine.simulated_prefix import PrefixCache
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +25,8 @@ class Sequence:
     """What the scheduler needs to know of one request. `num_tokens`: all tokens known, context and output.
 
     `num_ready`: tokens whose KV arrives from outside at admission (a decode leg), instead of being computed; forgotten on preemption.
+    `prefix`: identities of the prompt's full units, for the prefix cache; the first `num_units` are held there. `num_cached`: tokens
+    that the prefix cache gave at the latest admission. `num_blocks` counts held units too.
     """
 
     num_tokens: int
@@ -27,6 +34,9 @@ class Sequence:
     num_computed: int = 0
     num_blocks: int = 0
     is_running: bool = False
+    prefix: tuple[int, ...] = field(default=(), kw_only=True)
+    num_units: int = field(default=0, kw_only=True)
+    num_cached: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +50,14 @@ class Scheduled:
 class Scheduler:
     """Owner of the queue and of the block count. Never awaits; not thread-safe."""
 
-    def __init__(self, *, max_num_batched_tokens: int, max_num_seqs: int, num_blocks: int, block_tokens: int) -> None:
+    def __init__(
+        self, *, max_num_batched_tokens: int, max_num_seqs: int, num_blocks: int, block_tokens: int, prefixes: PrefixCache | None = None
+    ) -> None:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
+        self.prefixes = prefixes
         self.free_blocks = num_blocks
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -93,22 +106,92 @@ class Scheduler:
             plan += self._admit(budget)
         return plan
 
+    def cached_tokens(self, prefix: tuple[int, ...], num_tokens: int) -> int:
+        """Tokens of a context of `num_tokens` that the prefix cache would give now; at least one is always computed."""
+        return self._usable_units(prefix, num_tokens) * self._unit_tokens
+
+    def steady_steps(self, most: int) -> int:
+        """How many of the next steps, up to `most`, each compute one token of every running sequence and change nothing else.
+
+        0 when already the next one does not: a prompt is under way, somebody can be admitted or must be preempted. The caller sees to it
+        that no sequence ends before the last of them.
+        """
+        running = self.running
+        if not running or len(running) > self.max_num_batched_tokens:
+            return 0
+        for sequence in running:
+            if sequence.num_tokens - sequence.num_computed != 1:
+                return 0
+        if self.waiting and len(running) < min(self.max_num_batched_tokens, self.max_num_seqs) and self._could_admit(self.waiting[0]):
+            return 0
+        if len(running) * (most // self.block_tokens + 1) <= self.free_blocks or self._blocks_for(most) <= self.free_blocks:
+            return most
+        low, high = 0, most  # the last count that has room, the first one known to have none
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._blocks_for(middle) <= self.free_blocks else (low, middle)
+        return low
+
+    def advance(self, steps: int) -> None:
+        """Take `steps` steady steps at once: each running sequence computes a token and gets a new one in each of them."""
+        size = self.block_tokens
+        for sequence in self.running:
+            sequence.num_computed += steps
+            sequence.num_tokens += steps
+            more = -(-sequence.num_computed // size) - sequence.num_blocks
+            if more > 0:
+                sequence.num_blocks += more
+                self.free_blocks -= more
+        self._make_room()
+
     def assert_empty(self) -> None:
         """No sequence is left and every block is free."""
         assert not self.running, f"{len(self.running)} sequences still run"
         assert not self.waiting, f"{len(self.waiting)} sequences still wait"
         assert self.free_blocks == self.num_blocks, f"{self.num_blocks - self.free_blocks} blocks leaked"
+        if self.prefixes is not None:
+            self.prefixes.assert_unheld()
+
+    @property
+    def _unit_tokens(self) -> int:
+        return self.prefixes.unit_blocks * self.block_tokens if self.prefixes is not None else 0
+
+    def _usable_units(self, prefix: tuple[int, ...], num_tokens: int) -> int:
+        """Cached units that a context of `num_tokens` may start behind."""
+        if self.prefixes is None or not prefix:
+            return 0
+        return min(self.prefixes.match(prefix), (num_tokens - 1) // self._unit_tokens)
+
+    def _could_admit(self, sequence: Sequence) -> bool:
+        """Whether its first chunk has room. Only for a sequence that waits."""
+        if self.prefixes is not None and sequence.prefix:
+            return True  # looking closer costs more than a step that turns out not to admit it
+        budget = self.max_num_batched_tokens - len(self.running)
+        num_tokens = sequence.num_ready + min(sequence.num_tokens - sequence.num_ready, budget)
+        return -(-num_tokens // self.block_tokens) <= self.free_blocks
+
+    def _blocks_for(self, steps: int) -> int:
+        size = self.block_tokens
+        return sum(-(-(s.num_computed + steps) // size) - s.num_blocks for s in self.running)
+
+    def _make_room(self) -> None:
+        """Cached units that nobody holds give way to blocks that somebody does."""
+        if self.prefixes is not None:
+            self.prefixes.evict_to(self.free_blocks)
 
     def _admit(self, budget: int) -> list[Scheduled]:
         plan: list[Scheduled] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
-            num_tokens = min(sequence.num_tokens - sequence.num_ready, budget)
-            if not self._allocate(sequence, sequence.num_ready + num_tokens):
+            self._hold_prefix(sequence)
+            start = max(sequence.num_ready, sequence.num_cached)
+            num_tokens = min(sequence.num_tokens - start, budget)
+            if not self._allocate(sequence, start + num_tokens):
+                self._let_go(sequence)
                 break
             self.waiting.popleft()
             sequence.is_running = True
-            sequence.num_computed = sequence.num_ready
+            sequence.num_computed = start
             self.running.append(sequence)
             plan.append(Scheduled(sequence, num_tokens))
             budget -= num_tokens
@@ -122,7 +205,39 @@ class Scheduler:
         if more > 0:
             self.free_blocks -= more
             sequence.num_blocks += more
+            self._make_room()
+        if sequence.prefix:
+            self._cache_filled(sequence, num_tokens)
         return True
+
+    def _hold_prefix(self, sequence: Sequence) -> None:
+        """Hold the cached units that a waiting sequence can start behind."""
+        count = self._usable_units(sequence.prefix, sequence.num_tokens)
+        if count and self.prefixes is not None:
+            self.free_blocks -= self.prefixes.acquire(sequence.prefix[:count])
+            sequence.num_units = count
+            sequence.num_blocks = count * self.prefixes.unit_blocks
+        sequence.num_cached = count * self._unit_tokens
+
+    def _cache_filled(self, sequence: Sequence, num_tokens: int) -> None:
+        """Units that are full once `num_tokens` tokens are computed become cached, as vLLM does when it allocates them."""
+        if self.prefixes is None:
+            return
+        full = min(len(sequence.prefix), num_tokens // self._unit_tokens)
+        while sequence.num_units < full:
+            identity = sequence.prefix[sequence.num_units]
+            if not self.prefixes.store(identity):  # a twin was first: share its unit, and give the own blocks back
+                self.free_blocks += self.prefixes.unit_blocks - self.prefixes.acquire((identity,))
+            sequence.num_units += 1
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Give all its blocks back; units stay cached."""
+        own = sequence.num_blocks
+        if sequence.num_units and self.prefixes is not None:
+            own -= sequence.num_units * self.prefixes.unit_blocks
+            self.free_blocks += self.prefixes.release(sequence.prefix[: sequence.num_units])
+        self.free_blocks += own
+        sequence.num_blocks = sequence.num_units = 0
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -131,6 +246,6 @@ class Scheduler:
         self.preemptions += 1
 
     def _free(self, sequence: Sequence) -> None:
-        self.free_blocks += sequence.num_blocks
-        sequence.num_blocks = sequence.num_computed = sequence.num_ready = 0
+        self._let_go(sequence)
+        sequence.num_computed = sequence.num_ready = 0
         sequence.is_running = False

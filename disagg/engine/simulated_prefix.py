@@ -1,0 +1,87 @@
+"""A prefix cache as vLLM's: blocks of finished and running prompts stay until their room is needed, the least recently used first. Pure.
+
+The cache counts in units, runs of blocks with one identity each (a trace may know prefixes only by 512 tokens). Two prompts share
+exactly the units up to their first unlike identity, so an identity stands for everything before it too.
+
+    a sequence holds units (refs > 0)  --release-->  evictable (refs = 0), still found by `match`  --evict-->  gone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PrefixCache:
+    """Owner of the cached units. `unit_blocks`: blocks of one unit. `stored` and `evicted` count units since the start."""
+
+    def __init__(self, unit_blocks: int) -> None:
+        assert unit_blocks >= 1
+        self.unit_blocks = unit_blocks
+        self.stored = 0
+        self.evicted = 0
+        self._refs: dict[int, int] = {}
+        self._evictable: dict[int, None] = {}  # least recently used first
+
+    @property
+    def evictable_blocks(self) -> int:
+        """Blocks that hold units which nobody uses: free for whoever needs them."""
+        return len(self._evictable) * self.unit_blocks
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks of units that sequences hold."""
+        return (len(self._refs) - len(self._evictable)) * self.unit_blocks
+
+    def __contains__(self, identity: int) -> bool:
+        return identity in self._refs
+
+    def match(self, identities: Sequence[int]) -> int:
+        """How many of the first `identities` are cached, without a gap."""
+        refs = self._refs
+        for count, identity in enumerate(identities):
+            if identity not in refs:
+                return count
+        return len(identities)
+
+    def acquire(self, identities: Sequence[int]) -> int:
+        """Hold cached units. Returns how many blocks stop being evictable by it."""
+        woken = 0
+        for identity in identities:
+            if self._refs[identity] == 0:
+                del self._evictable[identity]
+                woken += 1
+            self._refs[identity] += 1
+        return woken * self.unit_blocks
+
+    def store(self, identity: int) -> bool:
+        """Cache a unit that a sequence has just filled and holds; False, and nothing changed, when an equal one is there already."""
+        if identity in self._refs:
+            return False
+        self._refs[identity] = 1
+        self.stored += 1
+        return True
+
+    def release(self, identities: Sequence[int]) -> int:
+        """Let go of held units, as one sequence ends. Returns how many blocks become evictable.
+
+        The end of a prefix is evicted before its begin.
+        """
+        freed = 0
+        for identity in reversed(identities):
+            self._refs[identity] -= 1
+            if self._refs[identity] == 0:
+                self._evictable[identity] = None
+                freed += 1
+        return freed * self.unit_blocks
+
+    def evict_to(self, most_blocks: int) -> None:
+        """Evict until at most `most_blocks` blocks are evictable."""
+        while self.evictable_blocks > most_blocks:
+            identity = next(iter(self._evictable))
+            del self._evictable[identity]
+            del self._refs[identity]
+            self.evicted += 1
+
+    def assert_unheld(self) -> None:
+        """No sequence holds a unit."""
+        assert len(self._refs) == len(self._evictable), f"{len(self._refs) - len(self._evictable)} cached units are still held"

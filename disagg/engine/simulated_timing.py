@@ -1,0 +1,29 @@
+"""How long a step of a simulated engine takes. Pure; the live engine and the discrete-event simulator share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from disagg.config import SimulatedSettings
+from disagg.engine.simulated_scheduler import Scheduled
+from disagg.perf.hardware import find_device
+from disagg.perf.roofline import PrefillChunk, StepModel
+from disagg.perf.shapes import find_shape
+
+
+def step_model(settings: SimulatedSettings) -> StepModel:
+    """The roofline of these settings. Raises ConfigError for an unknown shape or device, or a degree that the heads do not divide by."""
+    return StepModel(find_shape(settings.shape), find_device(settings.gpu), settings.tp, settings.dtype)
+
+
+def plan_seconds(model: StepModel, plan: Iterable[Scheduled]) -> float:
+    """Seconds of the device for one planned step, before `num_computed` is moved on. A single token on a non-empty cache is a decode."""
+    chunks, num_decodes, context_tokens = [], 0, 0
+    for item in plan:
+        cached = item.sequence.num_computed
+        if item.num_tokens == 1 and cached:
+            num_decodes += 1
+            context_tokens += cached + 1
+        else:
+            chunks.append(PrefillChunk(item.num_tokens, cached))
+    return model.step_s(chunks, num_decodes, context_tokens)
