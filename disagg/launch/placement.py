@@ -95,17 +95,12 @@ def _check_gpus(topology: Topology, role: Role, pool: PoolSettings) -> None:
         if pool.gpus:
             raise ConfigError(key=key, value=pool.gpus, expected="0: a simulated engine uses no GPU (its device is engine.simulated.gpu)")
         return
-    args = topology.engine_args(role)
-    degree = 1
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        value = args.get(name, 1)
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(key=f"pools.{role}.args.{name}", value=value, expected="a whole number of at least 1")
-        degree *= value
+    degree = topology.engine_args(role).get("tensor_parallel_size", 1)
+    if not isinstance(degree, int) or degree < 1:
+        raise ConfigError(key=f"pools.{role}.args.tensor_parallel_size", value=degree, expected="a whole number of at least 1")
     if pool.gpus not in (0, degree):
         raise ConfigError(
-            f"{key}: got {pool.gpus}, but tensor_parallel_size makes {_plural(degree, 'rank')}; expected gpus: {degree}, "
-            f"or tensor_parallel_size: {pool.gpus}",
+            f"{key}: got {pool.gpus}, but tensor_parallel_size is {degree}; expected equal numbers, as each rank has one GPU",
             key=key,
             value=pool.gpus,
             expected=str(degree),
