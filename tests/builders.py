@@ -79,7 +79,7 @@ def sim_topology(
             "engine": {"kind": "simulated", "simulated": settings},
             "pools": {"prefill": {"count": prefill}, "decode": {"count": decode}},
             "kv": {"carrier": carrier, "outbox_gib": gib, "inbox_gib": gib, "lease_s": 5.0, **(kv or {})},
-            "admission": {"worker_timeout_s": 3.0, **(admission or {})},
+            "admission": {"worker_timeout_s": 10.0, **(admission or {})},
         }
     )
 
@@ -138,6 +138,7 @@ class Cluster:
         self.engine_of(server).die()
         await server._server.stop(None)
         for carrier in server.worker._carriers:
+            await _stop_accepting(carrier)
             await carrier.close()
 
     def worker(self, name: str) -> LocalWorker:
@@ -216,6 +217,19 @@ class Cluster:
         for process in self.processes.values():
             process.kill()
             await process.wait()
+
+
+async def _stop_accepting(carrier: Carrier) -> None:
+    """Let connections that asyncio has just accepted reach their handler: it forgets those whose server closes before, unclosed.
+
+    A process that dies has no such connections; a worker killed inside a living process would leave its peer waiting.
+    """
+    inner = getattr(carrier, "_inner", carrier)  # of a SlowCarrier
+    for server in getattr(inner, "_servers", []):
+        for listener in server.sockets if isinstance(server, asyncio.Server) else ():
+            asyncio.get_running_loop().remove_reader(listener.fileno())
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
 @asynccontextmanager

@@ -56,6 +56,10 @@ class Coordinator:
         deadline_s = request.deadline_s if request.deadline_s is not None else now_s + DEFAULT_DEADLINE_S
         return Run(replace(request, arrival_s=arrival_s, deadline_s=deadline_s), self._serve)
 
+    def refusal(self, num_requests: int) -> RejectedError | None:
+        """Why so many further requests would be refused now, whatever they are; None when they may come."""
+        return self._queue.refusal(num_requests)
+
     @property
     def open_runs(self) -> frozenset[Run]:
         """Requests under way."""

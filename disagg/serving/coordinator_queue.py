@@ -123,6 +123,15 @@ class CoordinatorQueue:
                 waiter.granted.set_exception(NoWorkerError(f"no live {view.missing_role} worker, and {waited}"))
         return min(due_s, default=now_s)
 
+    def refusal(self, num_requests: int) -> RejectedError | None:
+        """Why so many further requests would be refused now, whatever they are; None when they may come."""
+        waiting = [w.request for w in self._heap if w.waits]
+        if not waiting or len(waiting) + num_requests <= self._settings.max_queued_requests:
+            return None
+        queue = QueueView(len(waiting), sum(r.num_context_tokens for r in waiting))
+        hint_s = retry_after_s(self._pool.view(time.monotonic()), queue)
+        return RejectedError(f"rejected: {len(waiting)} requests wait already", retry_after_s=hint_s)
+
     async def close(self) -> None:
         """End the queue: those that wait get NoWorkerError."""
         if self._dispatcher is not None:

@@ -157,7 +157,7 @@ class RemoteWorker:
 
     async def close(self) -> None:
         """Let go of the worker; what is pending raises WorkerLostError. Idempotent."""
-        self.lose("the gateway let it go")
+        self.lose("the gateway let it go", logging.INFO)
         tasks = {t for t in self._tasks if t is not asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -165,13 +165,13 @@ class RemoteWorker:
             await asyncio.wait(tasks, timeout=CONTROL_TIMEOUT_S)
         await self._channel.close()
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, level: int = logging.WARNING) -> None:
         """Count the worker as lost from now on. Idempotent."""
         if self.is_lost:
             return
         self._lost_reason = reason
         self._lost.set()
-        log.info("worker %s (epoch %.8s) lost: %s", self.name, self.epoch, reason)
+        log.log(level, "worker %s (epoch %.8s) lost: %s", self.name, self.epoch, reason)
         for stream in list(self._streams.values()):
             stream.fail(self._lost_error())
         self._streams.clear()
@@ -255,15 +255,21 @@ class RemoteWorker:
             self._state = wire.state_from_wire(frame.state, self.epoch)
             self._changes.fire()
 
-    def _check_silence(self) -> None:
-        """Lost when nothing came for `timeout_s`. One lazy timer, not one per frame."""
+    def _check_silence(self, due_s: float | None = None) -> None:
+        """Lost when nothing came for `timeout_s`. One lazy timer, not one per frame.
+
+        A check that itself comes late says that this process stood still: what came meanwhile is unread, so the worker gets more time.
+        """
         if self.is_lost:
             return
-        silent_s = time.monotonic() - self._heard_s
-        if silent_s >= self._timeout_s:
-            self.lose(f"silent for {silent_s:.1f} s")
+        now_s = time.monotonic()
+        left_s = self._heard_s + self._timeout_s - now_s
+        if due_s is not None and now_s - due_s > self._timeout_s / 4:
+            left_s = max(left_s, self._timeout_s / 2)
+        if left_s <= 0:
+            self.lose(f"silent for {now_s - self._heard_s:.1f} s")
             return
-        asyncio.get_running_loop().call_later(self._timeout_s - silent_s + 0.01, self._check_silence)
+        asyncio.get_running_loop().call_later(left_s, self._check_silence, now_s + left_s)
 
     async def _unary(self, method: Any, message: Any, timeout_s: float | None) -> Any:
         """One unary call. Raises the worker's typed error, WorkerLostError, or DeadlineError."""

@@ -109,6 +109,7 @@ def request_to_wire(request: Request) -> pb.RequestMessage:
         sampling=sampling_to_wire(request.sampling),
         slo_class=request.slo_class,
         priority=request.priority,
+        cache_salt=request.cache_salt,
     )
 
 
@@ -122,6 +123,7 @@ def request_from_wire(m: pb.RequestMessage) -> Request:
         priority=m.priority,
         arrival_s=time.monotonic(),
         prior_output=tuple(m.prior_output),
+        cache_salt=m.cache_salt,
     )
 
 

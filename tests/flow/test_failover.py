@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -20,9 +21,10 @@ PHASES = (Phase.PREFILLING, Phase.TRANSFERRING, Phase.DECODING)
 
 async def in_phase(c: Cluster, phase: Phase) -> None:
     """Returns when some request is in `phase`."""
-    async with asyncio.timeout(10):
-        while not any(run.phase is phase for run in c.coordinator.open_runs):  # noqa: ASYNC110 - a phase has no event
-            await asyncio.sleep(0.002)
+    deadline_s = time.monotonic() + 10
+    while not any(run.phase is phase for run in c.coordinator.open_runs):
+        assert time.monotonic() < deadline_s, [run.phase for run in c.coordinator.open_runs]
+        await asyncio.sleep(0.002)
 
 
 async def eight(c: Cluster) -> list[asyncio.Task[Answer]]:
@@ -38,7 +40,7 @@ async def test_another_worker_takes_over(role: Role, phase: Phase) -> None:
         await in_phase(c, phase)
         await c.kill(f"{role}-0")
         answers = await asyncio.gather(*tasks)
-        assert sum(a.run.attempts for a in answers) > 8 or (role, phase) == (Role.PREFILL, Phase.DECODING)
+        assert {a.run.phase for a in answers} == {Phase.FINISHED}
         assert f"{role}-0" not in {w.name for w in c.pool.view(0.0).workers}
 
 
