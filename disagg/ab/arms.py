@@ -76,6 +76,7 @@ def _on_free_ports(topology: Topology) -> Topology:
     """Two arms may be up at once, beside a deployment of the same file: their ports must not meet."""
     raw = topology.model_dump()
     raw["gateway"]["port"] = 0
+    raw["gateway"]["http_port"] = None
     raw["kv"]["port"] = 0
     raw["name"] = f"{topology.name[:30].rstrip('-')}-{topology.mode}"
     return parse_topology(raw)

@@ -20,7 +20,11 @@ _COMMAND_TIMEOUT_S = 10.0
 
 
 def describe(arms: Mapping[str, Topology], *, resident: bool) -> dict[str, Any]:
-    """JSON-serialisable facts. `resident`: whether both arms' engines were up all the time, or came up and down in turn."""
+    """JSON-serialisable facts, as they are before anything is started.
+
+    `resident`: whether both arms' engines stay up all the time, or come up and down in turn. `load_before`: the machine's load
+    average over the last minute, in runnable threads.
+    """
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "disagg": disagg.__version__,
@@ -30,6 +34,7 @@ def describe(arms: Mapping[str, Topology], *, resident: bool) -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_before": round(os.getloadavg()[0], 2),
         "gpus": _gpus(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
         "model": next(iter(arms.values())).model,

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from disagg.ab.arms import ARMS, ArmSource, Serving, arm_topologies, known_context, most_workers
 from disagg.ab.environment import describe
@@ -26,6 +27,7 @@ from disagg.config import Topology
 from disagg.errors import DisaggError
 from disagg.types import Mode
 
+BUSY_LOAD = 0.5  # load average per core from which other programs blur the figures
 _MOST_WARM_UP_COPIES = 8
 
 
@@ -138,7 +140,7 @@ async def _warm_up(client: AsyncClient, comparison: Comparison, arm: Mode, vocab
                     raise DisaggError(f"arm {arm}: a {what} failed: {row.error}: {row.message}")
 
 
-def _result(comparison: Comparison, measured: _Measured, environment: dict[str, object]) -> Result:
+def _result(comparison: Comparison, measured: _Measured, environment: dict[str, Any]) -> Result:
     classes = comparison.any_topology.slo_classes
     figures = {arm: arm_figures(measured.rows[arm], classes, [r.mean_in_flight for r in measured.reports[arm]]) for arm in ARMS}
     verdict = judge(measured.rows[Mode.DISAGG], measured.rows[Mode.COLOCATED], classes)
@@ -156,7 +158,7 @@ def _result(comparison: Comparison, measured: _Measured, environment: dict[str, 
         ],
         arms={arm.value: figures[arm] for arm in ARMS},
         verdict=verdict_report(verdict),
-        warnings=_warnings(figures, measured.reports),
+        warnings=_warnings(figures, measured.reports, environment),
     )
 
 
@@ -166,8 +168,14 @@ def verdict_report(verdict: Verdict) -> VerdictReport:
     return VerdictReport(choose=verdict.choose, reason=verdict.reason, comparisons=comparisons)
 
 
-def _warnings(figures: Mapping[Mode, ArmFigures], reports: Mapping[Mode, Sequence[LoadReport]]) -> list[str]:
+def _warnings(
+    figures: Mapping[Mode, ArmFigures], reports: Mapping[Mode, Sequence[LoadReport]], environment: Mapping[str, Any]
+) -> list[str]:
+    """What a reader must know before believing the figures."""
     found = []
+    load, cores = environment["load_before"], environment["cores"]
+    if load > BUSY_LOAD * cores:
+        found.append(f"other programs were busy on this machine before the run (load {load:g} on {cores} cores): latencies are theirs, too")
     for arm in ARMS:
         found += [f"round {i + 1}, {arm}: {r.warning}" for i, r in enumerate(reports[arm]) if r.warning is not None]
         law = figures[arm].littles_law

@@ -258,7 +258,7 @@ def _contradicted(measure: _Measure, arms: Sequence[_Pooled], pairs: Sequence[Pa
 
 
 def _compare_throughput(disagg: Sequence[Row], colocated: Sequence[Row]) -> Comparison | None:
-    """Output tokens/s; the interval is the spread over rounds, and a difference counts from 5 % on when all rounds agree."""
+    """Output tokens/s; the interval is the spread over rounds, and a difference counts from 5 % on when all rounds (two at least) agree."""
     per_round = []
     for number in sorted({r.round for r in disagg} & {r.round for r in colocated}):
         ours, theirs = (_tokens_per_s([r for r in rows if r.round == number]) for rows in (disagg, colocated))
@@ -266,7 +266,8 @@ def _compare_throughput(disagg: Sequence[Row], colocated: Sequence[Row]) -> Comp
     if not per_round:
         return None
     ours, theirs = _tokens_per_s(disagg), _tokens_per_s(colocated)
-    shown = abs(ours - theirs) >= 0.05 * max(ours, theirs) and (min(per_round) > 0 or max(per_round) < 0)
+    agree = len(per_round) > 1 and (min(per_round) > 0 or max(per_round) < 0)
+    shown = agree and abs(ours - theirs) >= 0.05 * max(ours, theirs)
     better: ArmName | None = ("disagg" if ours > theirs else "colocated") if shown else None
     return Comparison("throughput", None, "tokens/s", ours, theirs, min(per_round), max(per_round), better)
 

@@ -1,0 +1,96 @@
+"""`disagg ab` as a user runs it: simulated workers on a local Ray, both arms up at once or in turn, and an interrupted run."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from disagg.ab.result import read_result
+from disagg.ab.rows import read_rows
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+CLASSES = [{"name": "chat", "ttft_ms": 5000, "tpot_ms": 1000}, {"name": "document"}]
+TOPOLOGY = {
+    "name": "ab-test",
+    "model": "simulated",
+    "engine": {"kind": "simulated", "simulated": {"speed": 20, "max_model_len": 8192}},
+    "pools": {"prefill": {"count": 1, "bind_cores": False}, "decode": {"count": 1, "bind_cores": False}},
+    "kv": {"outbox_gib": 0.02, "inbox_gib": 0.02},
+    "slo_classes": CLASSES,
+}
+
+
+def command(folder: Path, duration_s: float) -> list[str]:
+    chat = {"name": "chat", "slo_class": "chat", "arrivals": {"poisson_per_s": 8}, "input_tokens": 64, "output_tokens": 16}
+    document = {"name": "document", "slo_class": "document", "arrivals": {"every_s": 1}, "input_tokens": 2000, "output_tokens": 4}
+    workload = {"name": "ray", "duration_s": duration_s, "timeout_s": 30, "streams": [chat, document]}
+    (folder / "topology.yaml").write_text(yaml.safe_dump(TOPOLOGY))
+    (folder / "workload.yaml").write_text(yaml.safe_dump(workload))
+    files = [str(folder / "topology.yaml"), "--workload", str(folder / "workload.yaml"), "--out", str(folder / "out")]
+    return [sys.executable, "-c", "from disagg.cli import app; app()", "ab", *files]
+
+
+def left_behind(mark: str) -> list[str]:
+    """Command lines of processes that inherited this test's environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if mark.encode() in environment:
+            found.append((process / "cmdline").read_text().replace("\0", " "))
+    return found
+
+
+@pytest.mark.parametrize("how", ["--resident", "--no-resident"])
+def test_the_whole_command(tmp_path: Path, how: str):
+    done = subprocess.run(
+        [*command(tmp_path, 1.5), how, "--rounds", "2", "--colocated-chunk", "256", "--set", "kv.carrier=shm"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "DISAGG_TEST_MARK": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    result = read_result(tmp_path / "out" / "result.json")
+    rows = read_rows(tmp_path / "out" / "requests.jsonl")
+    for name, arm in result.arms.items():
+        assert arm.completed == arm.sent == sum(r.arm == name for r in rows) > 10
+    assert {r.prefill_worker == r.decode_worker for r in rows if r.arm == "disagg"} == {False}
+    assert {r.prefill_worker == r.decode_worker for r in rows if r.arm == "colocated"} == {True}
+    topologies = result.environment["topologies"]
+    assert topologies["colocated"]["pools"]["colocated"]["simulated"]["max_num_batched_tokens"] == 256
+    assert {t["kv"]["carrier"] for t in topologies.values()} == {"shm"}
+    assert result.environment["resident"] is (how == "--resident")
+    assert re.search(r"verdict: (disagg|colocated|either)", done.stdout)
+    assert "\x1b" not in done.stdout
+    assert max(map(len, done.stdout.splitlines()[:-1])) <= 100
+    assert "round 2 of 2" in done.stderr
+    assert not left_behind(str(tmp_path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_keeps_its_rows_and_leaves_nothing(tmp_path: Path, number: signal.Signals):
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "DISAGG_TEST_MARK": str(tmp_path)}
+    log = tmp_path / "log"
+    rows = tmp_path / "out" / "requests.jsonl"
+    with log.open("w") as output, subprocess.Popen(command(tmp_path, 60), stdout=output, stderr=output, env=environment) as process:
+        deadline_s = time.monotonic() + 120
+        while time.monotonic() < deadline_s and process.poll() is None and not (rows.exists() and len(read_rows(rows)) >= 3):
+            time.sleep(0.2)
+        process.send_signal(number)
+        assert process.wait(60) == 130, log.read_text()
+    assert len(read_rows(rows)) >= 3
+    assert "interrupted; the requests that ended are in" in log.read_text()
+    assert not (tmp_path / "out" / "result.json").exists()
+    assert not left_behind(str(tmp_path))
