@@ -124,10 +124,15 @@ class KvSettings(_Strict):
 
 
 class GatewaySettings(_Strict):
-    """The front door. `port: 0` takes a free one and prints it."""
+    """The front doors: gRPC at `port`, OpenAI's HTTP at `http_port` (null: none; only with engine.kind vllm). 0 takes a free one.
+
+    `http_args`: arguments of vLLM's API server by their Python names, such as chat_template, enable_auto_tool_choice and tool_call_parser.
+    """
 
     host: str = "127.0.0.1"
     port: Port = 8500
+    http_port: Port | None = 8000
+    http_args: PoolArgs = Field(default_factory=dict)
     max_message_mib: PositiveInt = 64
 
 

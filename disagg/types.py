@@ -125,6 +125,7 @@ class Request:
     `prior_output`: tokens that the client already has from an earlier attempt (empty at first). An engine continues
     after prompt + prior_output, and counts them against `sampling.max_tokens` and `min_tokens`.
     `arrival_s`: monotonic instant at the gateway. `deadline_s`: monotonic instant after which nobody wants the answer.
+    `cache_salt`: prefix caches share blocks only among requests of one salt.
     """
 
     request_id: str
@@ -135,6 +136,7 @@ class Request:
     arrival_s: float = 0.0
     deadline_s: float | None = None
     prior_output: tuple[int, ...] = ()
+    cache_salt: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -21,7 +21,7 @@ OURS = {
     "model": "the topology's `model`",
     "kv_transfer_config": "disagg's own KV connector",
     "disable_log_stats": "disagg's own statistics",
-    "skip_tokenizer_init": "disagg: text exists only at the gateway",
+    "skip_tokenizer_init": "disagg: a worker needs a tokenizer for structured outputs only, and takes one where it finds it",
 }
 CPU_BLOCK_TOKENS = 32  # vLLM's CPU attention wants a multiple of 32; the smallest wastes least in a last block
 CPU_MEMORY_SHARE = 0.2  # vLLM's own 0.9 of the host's memory would let one engine start, not several
@@ -50,7 +50,7 @@ def engine_args(model: str, args: Mapping[str, Any]) -> AsyncEngineArgs:
     try:
         return AsyncEngineArgs(
             model=model,
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=not _has_tokenizer(model, args),
             disable_log_stats=True,
             kv_transfer_config=KVTransferConfig(
                 kv_connector="DisaggConnector",
@@ -78,8 +78,15 @@ def _defaults(args: Mapping[str, Any]) -> dict[str, Any]:
 def _own_logits_processors() -> list[str]:
     """Ours is made for the V1 runner; the V2 runner, GPUs' default, takes another kind of class."""
     if current_platform.is_cpu() or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
-        return ["disagg.engine.vllm_penalties:ContinuedPenalties"]
+        return ["disagg.engine.vllm_bad_words:ContinuedBadWords", "disagg.engine.vllm_penalties:ContinuedPenalties"]
     return []
+
+
+def _has_tokenizer(model: str, args: Mapping[str, Any]) -> bool:
+    """True when grammars can be built: a model folder may come without a tokenizer, what is on a hub has one."""
+    path = Path(str(args.get("tokenizer") or model))
+    names = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json")
+    return not path.is_dir() or any((path / name).is_file() for name in names)
 
 
 def engine_environment(address: str, cores: Sequence[int] | None, args: Mapping[str, Any]) -> dict[str, str]:

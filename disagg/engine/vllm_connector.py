@@ -24,6 +24,7 @@ from disagg.engine.vllm_channel import ADDRESS_ENV, RankChannel, hold_lifeline
 from disagg.engine.vllm_memory import CacheBlocks, RankBoxes
 from disagg.engine.vllm_patches import patch_runner
 from disagg.engine.vllm_plan import Planner, StepPlan
+from disagg.engine.vllm_structure import patch_structured_output
 from disagg.errors import ConfigError
 from disagg.kv.layout import KvLayout
 
@@ -58,6 +59,8 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._channel: RankChannel | None = None
         if role == KVConnectorRole.WORKER:
             patch_runner(vllm_config)
+        else:
+            patch_structured_output()
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -32,7 +32,16 @@ from disagg.engine.vllm_args import engine_args, engine_environment
 from disagg.engine.vllm_channel import BoxMemory, WorkerChannel
 from disagg.engine.vllm_ledger import EntryLedger
 from disagg.engine.vllm_plan import READ, WRITE
-from disagg.engine.vllm_sampling import Limits, check, chunk_of, finish_of, sampling_params, tokens_of
+from disagg.engine.vllm_sampling import (
+    Limits,
+    check,
+    chunk_of,
+    finish_of,
+    prompt_logprobs_of,
+    reasoning_arguments,
+    sampling_params,
+    tokens_of,
+)
 from disagg.engine.vllm_stats import EngineStats, StatsRecorder
 from disagg.errors import ConfigError, EngineError, InvalidRequestError
 from disagg.kv.api import InboxEntry, OutboxEntry
@@ -189,8 +198,8 @@ class VllmEngine:
                 completion = output.outputs[0]
                 if completion.token_ids:
                     finish = self._first_finish(request, finish_of(completion, request.request_id))
-                    first = tokens_of(completion, request.sampling.logprobs)[0]
-                    return Prefilled(first, finish, output.num_cached_tokens or 0)
+                    first = tokens_of(completion, request.sampling)[0]
+                    return Prefilled(first, finish, output.num_cached_tokens or 0, prompt_logprobs_of(output, request.sampling))
                 finish_of(completion, request.request_id)
         raise EngineError(f"vLLM ended the prefill of request {request.request_id} without a token")
 
@@ -223,7 +232,7 @@ class VllmEngine:
         prompt = [*request.prompt_token_ids, *request.prior_output, prefilled.first.token_id]
         async with aclosing(self._outputs(request, prompt, params, (READ, entry.transfer_id))) as outputs:
             async for output in outputs:
-                yield chunk_of(output.outputs[0], request)
+                yield chunk_of(output, request)
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk]:
         self._check(request)
@@ -232,7 +241,7 @@ class VllmEngine:
         )
         async with aclosing(self._outputs(request, [*request.prompt_token_ids, *request.prior_output], params, None)) as outputs:
             async for output in outputs:
-                yield chunk_of(output.outputs[0], request)
+                yield chunk_of(output, request)
 
     def state(self) -> EngineState:
         stats = self._recorders[0].stats if self._recorders else EngineStats()
@@ -319,7 +328,9 @@ class VllmEngine:
     async def _add(self, request: Request, prompt: list[int], params: SamplingParams, transfer: tuple[str, str] | None) -> Any:
         """Hands the request to vLLM; cancelled half-way, it is aborted once it is in. Raises InvalidRequestError or EngineError."""
         priority = -request.priority if self._llm.vllm_config.scheduler_config.policy == "priority" else 0
-        adding = self._spawn(self._llm.add_request(request.request_id, tokens_input(prompt), params, priority=priority))
+        reasoning = reasoning_arguments(request.sampling.structure)
+        tokens = tokens_input(prompt, cache_salt=request.cache_salt or None)
+        adding = self._spawn(self._llm.add_request(request.request_id, tokens, params, priority=priority, **reasoning))
         try:
             return await asyncio.shield(adding)
         except asyncio.CancelledError:
@@ -329,7 +340,8 @@ class VllmEngine:
             raise EngineError(f"engine {self.name} died") from error
         except (VLLMValidationError, ValueError) as error:
             self._end(transfer)
-            raise InvalidRequestError(str(error), field="request", value=request.request_id, expected="what vLLM accepts") from error
+            field = getattr(error, "parameter", None) or "request"
+            raise InvalidRequestError(str(error), field=field, value=request.request_id, expected="what vLLM accepts") from error
         except BaseException:
             self._end(transfer)
             raise

@@ -6,18 +6,24 @@ tokens, the position in a seeded random sequence. Text does not exist here: stop
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.outputs import CompletionOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from disagg.engine.vllm_patches import SKIP_DRAWS
 from disagg.errors import EngineError, InvalidRequestError
-from disagg.types import Chunk, FinishReason, Request, Sampling, Token, TopLogprob
+from disagg.types import Chunk, FinishReason, PromptLogprobs, Request, Sampling, Structure, StructureKind, Token, TopLogprob
 
-PENALTIES = "disagg_penalties"  # as in vllm_penalties, which needs torch
+# As in vllm_penalties, vllm_bad_words and vllm_structure, of which the first two need torch.
+PENALTIES = "disagg_penalties"
+BAD_WORDS = "disagg_bad_words"
+EARLIER_TOKENS = "disagg_earlier_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +61,15 @@ def check(request: Request, limits: Limits) -> None:
             value=sampling.max_tokens,
             expected=f"at most {room}: the context of {limits.max_model_len} tokens less {request.num_prompt_tokens} of the prompt",
         )
-    if sampling.logprobs is not None and not 0 <= sampling.logprobs <= limits.max_logprobs:
-        raise InvalidRequestError(field="logprobs", value=sampling.logprobs, expected=f"0 to {limits.max_logprobs} alternatives")
+    _check_alternatives("logprobs", sampling.logprobs, limits)
+    _check_alternatives("prompt_logprobs", sampling.prompt_logprobs, limits)
+
+
+def _check_alternatives(field: str, wanted: int | None, limits: Limits) -> None:
+    if wanted is None or limits.max_logprobs == -1:
+        return
+    if not 0 <= wanted <= limits.max_logprobs:
+        raise InvalidRequestError(field=field, value=wanted, expected=f"0 to {limits.max_logprobs} alternatives")
 
 
 def sampling_params(
@@ -84,9 +97,12 @@ def sampling_params(
             )
         extra[PENALTIES] = [presence, frequency, repetition, num_earlier]
         presence, frequency, repetition = 0.0, 0.0, 1.0
+    _carry_bad_words(s, extra, num_earlier, limits)
+    if s.structure is not None and num_earlier:
+        extra[EARLIER_TOKENS] = num_earlier
     stop_ids = list(dict.fromkeys([*s.stop_token_ids, *(() if s.ignore_eos else limits.eos_token_ids)]))
     try:
-        return SamplingParams(
+        params = SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min(max_tokens, max(0, s.min_tokens - num_earlier)),
             temperature=s.temperature,
@@ -100,12 +116,60 @@ def sampling_params(
             stop_token_ids=stop_ids,
             ignore_eos=s.ignore_eos,
             logprobs=s.logprobs,
+            logprob_token_ids=list(s.logprob_token_ids) or None,
+            # They come with the first token; a continued request has given them out already.
+            prompt_logprobs=None if num_earlier else s.prompt_logprobs,
+            logit_bias=dict(s.logit_bias) or None,
+            allowed_token_ids=list(s.allowed_token_ids) or None,
+            structured_outputs=_structured_outputs(s.structure) if s.structure is not None else None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             extra_args=extra or None,
         )
     except ValueError as error:
         raise _refused(s, error) from error
+    if s.bad_words:
+        params._bad_words_token_ids = [list(word) for word in s.bad_words]
+    return params
+
+
+def _carry_bad_words(s: Sampling, extra: dict[str, Any], num_earlier: int, limits: Limits) -> None:
+    """A word of several tokens may have begun in the earlier output, which vLLM takes for prompt: our own processor looks there."""
+    words = [list(word) for word in s.bad_words if len(word) > 1] if num_earlier else []
+    if not words:
+        return
+    if not limits.has_v1_runner:
+        raise InvalidRequestError(
+            "bad_words of several tokens are not carried over between workers by vLLM's V2 model runner yet; "
+            "serve this model colocated, or set VLLM_USE_V2_MODEL_RUNNER=0",
+            field="bad_words",
+            value=s.bad_words,
+            expected="words of one token each",
+        )
+    extra[BAD_WORDS] = [words, num_earlier]
+
+
+def _structured_outputs(structure: Structure) -> StructuredOutputsParams:
+    kind: str = structure.kind
+    value: Any = structure.spec
+    if structure.kind is StructureKind.JSON_OBJECT:
+        value = True
+    elif structure.kind is StructureKind.CHOICE:
+        value = json.loads(structure.spec)
+    return StructuredOutputsParams(
+        **{kind: value},
+        disable_any_whitespace=not structure.any_whitespace,
+        disable_additional_properties=not structure.additional_properties,
+        whitespace_pattern=structure.whitespace_pattern,
+    )
+
+
+def reasoning_arguments(structure: Structure | None) -> dict[str, Any]:
+    """What vLLM's `add_request` is told of the model's reasoning, which comes before the structured part of an answer."""
+    if structure is None:
+        return {}
+    arguments = json.loads(structure.reasoning_json) if structure.reasoning_json else None
+    return {"reasoning_ended": structure.reasoning_ended, "reasoning_parser_kwargs": arguments}
 
 
 def _refused(sampling: Sampling, error: ValueError) -> InvalidRequestError:
@@ -114,18 +178,42 @@ def _refused(sampling: Sampling, error: ValueError) -> InvalidRequestError:
     return InvalidRequestError(str(error), field=named, value=getattr(sampling, named, None), expected="a value that vLLM accepts")
 
 
-def tokens_of(output: CompletionOutput, num_top: int | None) -> tuple[Token, ...]:
-    """The new tokens of one delta; with logprobs and `num_top` alternatives each when the request asked for them."""
+def tokens_of(output: CompletionOutput, sampling: Sampling) -> tuple[Token, ...]:
+    """The new tokens of one delta; with logprobs and alternatives when the request asked for them."""
     ids = output.token_ids
-    if num_top is None or output.logprobs is None:
-        return tuple(Token(token_id) for token_id in ids)
+    if sampling.num_top is None or output.logprobs is None:
+        return tuple([Token(token_id) for token_id in ids])
     tokens = []
     for token_id, entries in zip(ids, output.logprobs, strict=True):
-        # vLLM adds the sampled token's own entry to the top ones; where it is not one of them its rank sorts it last.
-        ranked = sorted(entries.items(), key=lambda item: item[1].rank)
-        top = tuple(TopLogprob(i, entry.logprob) for i, entry in ranked[:num_top])
-        tokens.append(Token(token_id, entries[token_id].logprob, top))
+        own = entries[token_id]
+        if sampling.logprob_token_ids:
+            top = tuple([TopLogprob(i, entries[i].logprob) for i in sampling.logprob_token_ids])
+        else:
+            top = tuple([TopLogprob(i, entry.logprob) for i, entry in _likeliest(entries, sampling.num_top)])
+        tokens.append(Token(token_id, own.logprob, top, own.rank or 0))
     return tuple(tokens)
+
+
+def _likeliest(entries: Mapping[int, Logprob], num: int) -> list[tuple[int, Logprob]]:
+    """The `num` likeliest entries (-1: all). vLLM adds the token's own entry to them; where it is none of them its rank sorts it last."""
+    ranked = sorted(entries.items(), key=lambda item: item[1].rank)
+    return ranked if num < 0 else ranked[:num]
+
+
+def prompt_logprobs_of(output: RequestOutput, sampling: Sampling) -> PromptLogprobs | None:
+    """The prompt's logprobs as one table; None when not asked for, or not in this output."""
+    rows = output.prompt_logprobs
+    if sampling.prompt_logprobs is None or not rows:
+        return None
+    ids, logprobs, ranks, width = [], [], [], 0
+    for token_id, entries in zip(output.prompt_token_ids[1:], rows[1:], strict=True):
+        own = entries[token_id]
+        row = [(token_id, own), *_likeliest(entries, sampling.prompt_logprobs)]
+        ids += [i for i, _ in row]
+        logprobs += [entry.logprob for _, entry in row]
+        ranks.append(own.rank or 0)
+        width = len(row)
+    return PromptLogprobs(width, tuple(ids), tuple(logprobs), tuple(ranks))
 
 
 def finish_of(output: CompletionOutput, request_id: str) -> FinishReason | None:
@@ -137,6 +225,12 @@ def finish_of(output: CompletionOutput, request_id: str) -> FinishReason | None:
     raise EngineError(f"vLLM ended request {request_id} with {output.finish_reason!r}")
 
 
-def chunk_of(output: CompletionOutput, request: Request) -> Chunk:
-    """One delta as a chunk."""
-    return Chunk(tokens_of(output, request.sampling.logprobs), finish_of(output, request.request_id))
+def chunk_of(output: RequestOutput, request: Request) -> Chunk:
+    """One delta as a chunk. `cached_tokens` is right on the first one."""
+    completion = output.outputs[0]
+    return Chunk(
+        tokens_of(completion, request.sampling),
+        finish_of(completion, request.request_id),
+        prompt_logprobs_of(output, request.sampling),
+        output.num_cached_tokens or 0,
+    )

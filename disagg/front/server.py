@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import socket
 from typing import Self
 
 import grpc
@@ -13,17 +11,15 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from disagg.config import GatewaySettings, Topology
-from disagg.errors import PlacementError
 from disagg.front import health
 from disagg.front.grpc_door import Coordinator, InferenceDoor
 from disagg.front.health import HealthDoor, WatchedPools
 from disagg.front.model_info import Served
-from disagg.front.ports import describe_holder
+from disagg.front.ports import bracketed, reachable_host, why_not_bound
 from disagg.pb import inference_pb2 as pb
 from disagg.pb.inference_pb2_grpc import add_InferenceServicer_to_server
 
 INFERENCE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-_ANY_HOSTS = ("0.0.0.0", "::", "")
 
 
 class DoorServer:
@@ -46,12 +42,12 @@ class DoorServer:
         health_pb2_grpc.add_HealthServicer_to_server(health_door, server)
         reflection.enable_server_reflection((INFERENCE_NAME, health.NAME, reflection.SERVICE_NAME), server)
         try:
-            port = server.add_insecure_port(f"{_bracketed(settings.host)}:{settings.port}")
+            port = server.add_insecure_port(f"{bracketed(settings.host)}:{settings.port}")
         except RuntimeError as error:
             await server.stop(None)
-            raise await asyncio.to_thread(_not_bound, settings, error) from None
+            raise await asyncio.to_thread(why_not_bound, settings.host, settings.port, "gateway.port", str(error)) from None
         await server.start()
-        return cls(server, door, health_door, f"{_bracketed(_reachable_host(settings.host))}:{port}")
+        return cls(server, door, health_door, f"{bracketed(reachable_host(settings.host))}:{port}")
 
     async def close(self, grace_s: float) -> None:
         """Refuse new requests at once, let running ones end for `grace_s` seconds, then cancel them. Idempotent."""
@@ -72,46 +68,3 @@ def _options(settings: GatewaySettings) -> list[tuple[str, int]]:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.max_ping_strikes", 0),
     ]
-
-
-def _not_bound(settings: GatewaySettings, error: RuntimeError) -> PlacementError:
-    """Why the address could not be bound. Reads /proc: not for an event loop."""
-    address = f"{settings.host}:{settings.port}"
-    with socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET) as probe:
-        try:
-            probe.bind((settings.host, settings.port))
-        except OSError as cause:
-            if cause.errno != errno.EADDRINUSE:
-                return PlacementError(
-                    f"gateway.host: cannot serve on {address}: {cause.strerror}",
-                    key="gateway.host",
-                    value=settings.host,
-                    expected="an address of this machine, such as 127.0.0.1 or 0.0.0.0",
-                )
-            holder = describe_holder(settings.port)
-            return PlacementError(
-                f"gateway.port: {settings.port} is in use by {holder}; end it, take another port, or 0 for any free one",
-                key="gateway.port",
-                value=settings.port,
-                expected="a free port, or 0 for any",
-            )
-    return PlacementError(
-        f"gateway.port: cannot serve on {address}: {error}", key="gateway.port", value=settings.port, expected="a free port"
-    )
-
-
-def _reachable_host(host: str) -> str:
-    """An address at which others reach a server that is bound to `host`."""
-    if host not in _ANY_HOSTS:
-        return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            # Sends nothing: it only asks the kernel which of our addresses leads outside.
-            probe.connect(("192.0.2.1", 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
