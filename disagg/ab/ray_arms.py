@@ -7,12 +7,15 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from disagg.ab.arms import Serving
 from disagg.config import Topology
-from disagg.launch.deployment import Deployment
-from disagg.launch.session import RaySession
 from disagg.types import Mode
+
+if TYPE_CHECKING:
+    from disagg.launch.deployment import Deployment
+    from disagg.launch.session import RaySession
 
 
 class RayArms:
@@ -45,6 +48,8 @@ class RayArms:
         return Serving(self._up[arm].endpoint, self._life[arm])
 
     def _start(self, arm: Mode) -> None:
+        from disagg.launch.deployment import Deployment  # needs ray, which a machine that only reads results may lack
+
         self._say(f"starting the {arm} arm")
         self._starts += 1
         self._life[arm] = self._starts
