@@ -43,6 +43,10 @@ class PrefixCache:
                 return count
         return len(identities)
 
+    def evictable_among(self, identities: Sequence[int]) -> int:
+        """Blocks of those of the cached `identities` that nobody holds."""
+        return sum(i in self._evictable for i in identities) * self.unit_blocks
+
     def acquire(self, identities: Sequence[int]) -> int:
         """Hold cached units. Returns how many blocks stop being evictable by it."""
         woken = 0

@@ -122,7 +122,8 @@ class Scheduler:
         for sequence in running:
             if sequence.num_tokens - sequence.num_computed != 1:
                 return 0
-        if self.waiting and len(running) < min(self.max_num_batched_tokens, self.max_num_seqs) and self._could_admit(self.waiting[0]):
+        budget = self.max_num_batched_tokens - len(running)
+        if self.waiting and budget and len(running) < self.max_num_seqs and self._could_admit(self.waiting[0], budget):
             return 0
         if len(running) * (most // self.block_tokens + 1) <= self.free_blocks or self._blocks_for(most) <= self.free_blocks:
             return most
@@ -162,13 +163,15 @@ class Scheduler:
             return 0
         return min(self.prefixes.match(prefix), (num_tokens - 1) // self._unit_tokens)
 
-    def _could_admit(self, sequence: Sequence) -> bool:
-        """Whether its first chunk has room. Only for a sequence that waits."""
-        if self.prefixes is not None and sequence.prefix:
-            return True  # looking closer costs more than a step that turns out not to admit it
-        budget = self.max_num_batched_tokens - len(self.running)
-        num_tokens = sequence.num_ready + min(sequence.num_tokens - sequence.num_ready, budget)
-        return -(-num_tokens // self.block_tokens) <= self.free_blocks
+    def _could_admit(self, sequence: Sequence, budget: int) -> bool:
+        """Whether the first chunk of a waiting sequence, `budget` tokens at most, has room. Looking leaves no trace in the prefix cache."""
+        units = self._usable_units(sequence.prefix, sequence.num_tokens)
+        start = max(sequence.num_ready, units * self._unit_tokens)
+        num_tokens = start + min(sequence.num_tokens - start, budget)
+        blocks = -(-num_tokens // self.block_tokens)
+        if units and self.prefixes is not None:
+            blocks -= units * self.prefixes.unit_blocks - self.prefixes.evictable_among(sequence.prefix[:units])
+        return blocks <= self.free_blocks
 
     def _blocks_for(self, steps: int) -> int:
         size = self.block_tokens
@@ -183,13 +186,14 @@ class Scheduler:
         plan: list[Scheduled] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
+            if not self._could_admit(sequence, budget):
+                break
+            self.waiting.popleft()
             self._hold_prefix(sequence)
             start = max(sequence.num_ready, sequence.num_cached)
             num_tokens = min(sequence.num_tokens - start, budget)
-            if not self._allocate(sequence, start + num_tokens):
-                self._let_go(sequence)
-                break
-            self.waiting.popleft()
+            has_room = self._allocate(sequence, start + num_tokens)
+            assert has_room
             sequence.is_running = True
             sequence.num_computed = start
             self.running.append(sequence)

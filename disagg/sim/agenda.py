@@ -1,0 +1,58 @@
+"""The clock of a simulation: what happens when, in a fixed order. Pure."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(order=True, slots=True)
+class Appointment:
+    """One thing to happen at `at_s`. Equal instants go in the order in which they were entered."""
+
+    at_s: float
+    number: int
+    action: Callable[[], None] | None = field(compare=False)
+
+    def cancel(self) -> None:
+        """It does not happen. Idempotent, also after it has."""
+        self.action = None
+
+
+class Agenda:
+    """Simulated seconds from 0, moved on by what is entered. Not for several threads."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.done = 0
+        self._heap: list[Appointment] = []
+        self._numbers = 0
+
+    def at(self, at_s: float, action: Callable[[], None]) -> Appointment:
+        """Have `action` happen at `at_s`, not before now."""
+        appointment = Appointment(max(at_s, self.now_s), self._numbers, action)
+        self._numbers += 1
+        heapq.heappush(self._heap, appointment)
+        return appointment
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> Appointment:
+        """Have `action` happen `delay_s` from now."""
+        return self.at(self.now_s + delay_s, action)
+
+    def run(self, until_s: float | None = None) -> None:
+        """Everything in order, until nothing is left or `until_s` is reached; then the clock stands there."""
+        heap = self._heap
+        while heap and (until_s is None or heap[0].at_s <= until_s):
+            appointment = heapq.heappop(heap)
+            if appointment.action is not None:
+                self.now_s = appointment.at_s
+                self.done += 1
+                action, appointment.action = appointment.action, None
+                action()
+        if until_s is not None:
+            self.now_s = max(self.now_s, until_s)
+
+    def assert_empty(self) -> None:
+        """Nothing is left to happen."""
+        assert not any(a.action is not None for a in self._heap), f"{len(self._heap)} appointments are left"

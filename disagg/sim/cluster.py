@@ -1,0 +1,369 @@
+"""The discrete-event simulator: a topology of simulated engines under a trace, decided by the live policy objects. Pure.
+
+    trace ─> gateway [dispatcher: queue, route, refuse] ─> Attempt ─> engines, boxes, links ─> Outcome
+
+Nothing in it is random: the same topology, settings and trace give the same events, instant for instant.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from disagg.config import SloClass, Topology
+from disagg.engine.simulated_settings import simulated_model_info
+from disagg.errors import ConfigError, InvalidRequestError, nearest
+from disagg.perf.shapes import find_shape
+from disagg.policy.decision import Grant, Refusal
+from disagg.sim.agenda import Agenda, Appointment
+from disagg.sim.attempt import Attempt
+from disagg.sim.dispatch import SimDispatcher, make_dispatcher
+from disagg.sim.links import Links
+from disagg.sim.outcome import Outcome, SimReport, Status, WorkerReport
+from disagg.sim.settings import SimSettings
+from disagg.sim.worker import SimWorker
+from disagg.trace import TraceRequest
+from disagg.types import Request, Sampling
+
+_PROGRESS_S = 1.0  # how often the dispatcher hears how long the answers have become
+
+
+@dataclass(frozen=True, slots=True)
+class SlowDown:
+    """From `at_s` on, `worker`'s steps take `factor` times as long as the device's."""
+
+    at_s: float
+    worker: str
+    factor: float
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """One request between its arrival at the gateway and its end."""
+
+    outcome: Outcome
+    attempt: Attempt | None = None
+    deadline: Appointment | None = None
+
+
+class Simulation:
+    """One run: build it, `run()` it once."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        requests: Sequence[TraceRequest],
+        settings: SimSettings | None = None,
+        *,
+        slow_downs: Sequence[SlowDown] = (),
+        dispatcher: SimDispatcher | None = None,
+        keep_events: bool = False,
+    ) -> None:
+        """`requests` in the order of their arrival, from second 0 on. Raises ConfigError for what cannot be simulated."""
+        self.settings = settings or SimSettings()
+        self._topology = topology
+        self._requests = requests
+        self._agenda = Agenda()
+        self._links = Links(self._agenda, self.settings.link_bandwidth, self.settings.link_latency_s)
+        self.workers = _build_workers(self._agenda, topology, self.settings)
+        first = topology.simulated(next(iter(topology.active_pools())))
+        self._model = simulated_model_info(first, topology.model)
+        self._wire_bytes = self.settings.kv_bytes_per_token or find_shape(first.shape).kv_bytes_per_token()
+        self._classes = {c.name: c for c in topology.slo_classes}
+        self._default_class = topology.slo_classes[0]
+        self._dispatcher = dispatcher or make_dispatcher(topology, self._model)
+        self._open: dict[int, _Open] = {}
+        self._outcomes: list[Outcome] = []
+        self._events: list[tuple[float, str, int, str]] | None = [] if keep_events else None
+        self._is_deciding = False
+        self._wake: Appointment | None = None
+        self._unreported: deque[SimWorker] = deque()
+        self._reported: deque[SimWorker] = deque(self.workers.values())
+        self._progress_s = 0.0
+        self._in_flight_area = 0.0
+        self._in_flight_since_s = 0.0
+        self._in_flight = 0
+        for name, worker in self.workers.items():
+            self._dispatcher.join(name, worker.role, "host", worker.state(), 0.0)
+        for slow in slow_downs:
+            self._plan_slow_down(slow)
+
+    @property
+    def num_events(self) -> int:
+        """Appointments kept so far: what a run costs."""
+        return self._agenda.done
+
+    def run(self) -> SimReport:
+        """Send the whole trace and wait until every request has ended."""
+        self._plan_arrival(0)
+        self._agenda.run()
+        self._assert_empty()
+        end_s = max((o.end_s or 0.0 for o in self._outcomes), default=0.0)
+        return SimReport(
+            outcomes=tuple(self._outcomes),
+            workers=tuple(_worker_report(w) for w in self.workers.values()),
+            end_s=end_s,
+            mean_in_flight=self._in_flight_area / span if (span := self._span_s(end_s)) > 0 else 0.0,
+            moved_bytes=self._links.moved_bytes,
+            events=tuple(self._events or ()),
+        )
+
+    def _span_s(self, end_s: float) -> float:
+        return end_s - min((o.sent_s for o in self._outcomes), default=0.0)
+
+    def _assert_empty(self) -> None:
+        assert not self._open, f"{len(self._open)} requests never ended"
+        for worker in self.workers.values():
+            worker.assert_empty()
+
+    def _plan_slow_down(self, slow: SlowDown) -> None:
+        if slow.worker not in self.workers:
+            hint = nearest(slow.worker, self.workers)
+            raise ConfigError(key="slow_downs.worker", value=slow.worker, expected=hint)
+        self._agenda.at(slow.at_s, lambda: self.workers[slow.worker].engine.slow_down(slow.factor))
+
+    # ---- arrivals
+
+    def _plan_arrival(self, index: int) -> None:
+        """One at a time, so that the agenda stays short."""
+        if index < len(self._requests):
+            self._agenda.at(self._requests[index].arrival_s, lambda: self._sent(index))
+
+    def _sent(self, index: int) -> None:
+        request = self._requests[index]
+        slo_class = request.slo_class or self._default_class.name
+        if slo_class not in self._classes:
+            hint = nearest(slo_class, self._classes)
+            raise ConfigError(key=f"request {index}: slo_class", value=slo_class, expected=f"a class of the topology: {hint}")
+        outcome = Outcome(index, request, slo_class, self._agenda.now_s)
+        self._outcomes.append(outcome)
+        self._count(+1)
+        self._agenda.after(self.settings.network_s, lambda: self._received(outcome))
+        self._plan_arrival(index + 1)
+
+    def _received(self, outcome: Outcome) -> None:
+        now_s = self._agenda.now_s
+        outcome.received_s = now_s
+        self._note("received", outcome)
+        request = self._request(outcome, self._classes[outcome.slo_class])
+        try:
+            key = self._dispatcher.submit(request, now_s)
+        except InvalidRequestError as error:
+            self._finish(outcome, "rejected", "InvalidRequestError", error.message)
+            return
+        entry = _Open(outcome)
+        entry.deadline = self._agenda.at(outcome.sent_s + self.settings.timeout_s, lambda: self._deadline(key))
+        self._open[key] = entry
+        self._decide_soon()
+
+    def _request(self, outcome: Outcome, slo_class: SloClass) -> Request:
+        return Request(
+            request_id=str(outcome.index),
+            prompt_token_ids=(0,) * outcome.request.input_tokens,
+            sampling=Sampling(max_tokens=outcome.request.output_tokens, ignore_eos=True),
+            slo_class=slo_class.name,
+            priority=slo_class.priority,
+            arrival_s=outcome.received_s,
+            deadline_s=outcome.sent_s + self.settings.timeout_s,
+        )
+
+    def _deadline(self, key: int) -> None:
+        entry = self._open.pop(key, None)
+        if entry is None:
+            return
+        if entry.attempt is None:
+            self._dispatcher.withdraw(key)
+            self._finish(entry.outcome, "rejected", "RejectedError", "the deadline passed while it waited")
+        else:
+            entry.attempt.cancel()
+            self._dispatcher.end(key, self._agenda.now_s, is_whole=False)
+            self._finish(entry.outcome, "failed", "DeadlineError", "the deadline passed before the answer was whole")
+        self._decide_soon()
+
+    # ---- decisions
+
+    def _decide_soon(self) -> None:
+        """Decide at this instant, once, after everything else that happens at it."""
+        if not self._is_deciding:
+            self._is_deciding = True
+            self._agenda.at(self._agenda.now_s, self._decide)
+
+    def _decide(self) -> None:
+        self._is_deciding = False
+        now_s = self._agenda.now_s
+        self._report(now_s)
+        decisions = self._dispatcher.decide(now_s)
+        for refusal in decisions.refusals:
+            self._refused(refusal)
+        for grant in decisions.grants:
+            self._granted(grant)
+        self._plan_wake(decisions.wake_at_s)
+
+    def _plan_wake(self, wake_at_s: float | None) -> None:
+        """Look again when asked to, and with the next report while somebody waits."""
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        now_s = self._agenda.now_s
+        waits = any(entry.attempt is None for entry in self._open.values()) if len(self._open) < 64 else True
+        times = [now_s + self.settings.report_interval_s] if waits and self._open else []
+        if wake_at_s is not None:
+            times.append(max(wake_at_s, now_s + 1e-6))
+        if times:
+            self._wake = self._agenda.at(min(times), self._decide_soon)
+
+    def _report(self, now_s: float) -> None:
+        """Workers report as their frames do: at intervals while tokens flow, and at once when a request has left."""
+        while self._unreported:
+            worker = self._unreported.popleft()
+            worker.is_due = False
+            self._dispatcher.report(worker.name, worker.state(), now_s)
+        while self._reported and now_s - self._reported[0].reported_s >= self.settings.report_interval_s:
+            worker = self._reported.popleft()
+            worker.reported_s = now_s
+            self._reported.append(worker)
+            self._dispatcher.report(worker.name, worker.state(), now_s)
+        if now_s - self._progress_s >= _PROGRESS_S:
+            self._progress_s = now_s
+            for key, entry in self._open.items():
+                if entry.attempt is not None:
+                    self._dispatcher.progress(key, entry.attempt.output_tokens, now_s)
+
+    def _refused(self, refusal: Refusal) -> None:
+        entry = self._open.pop(refusal.key)
+        error = "NoWorkerError" if refusal.no_worker else "RejectedError"
+        self._finish(entry.outcome, "rejected", error, refusal.reason)
+        if entry.deadline is not None:
+            entry.deadline.cancel()
+
+    def _granted(self, grant: Grant) -> None:
+        entry = self._open[grant.key]
+        outcome = entry.outcome
+        outcome.routed_s = self._agenda.now_s
+        outcome.prefill_worker, outcome.decode_worker = grant.route.prefill, grant.route.decode
+        outcome.predicted_ttft_s, outcome.predicted_tpot_s = grant.prediction.ttft_s, grant.prediction.tpot_s
+        self._note("routed", outcome, f"{grant.route.prefill}>{grant.route.decode}")
+        entry.attempt = Attempt(
+            self._agenda,
+            self._links,
+            self,
+            outcome,
+            grant.key,
+            (self.workers[grant.route.prefill], self.workers[grant.route.decode]),
+            network_s=self.settings.network_s,
+            box_bytes=outcome.request.input_tokens * self._model.kv_bytes_per_token,
+            wire_bytes_per_token=self._wire_bytes,
+            prefix=self._prefix(outcome.request),
+        )
+        entry.attempt.start()
+
+    def _prefix(self, request: TraceRequest) -> tuple[int, ...]:
+        """Identities of the prompt's full blocks; a partly filled last one is never shared."""
+        size = self.settings.prefix_block_tokens
+        return request.prefix_hashes[: request.input_tokens // size] if size else ()
+
+    # ---- what attempts tell (attempt.Gateway)
+
+    def first_token(self, attempt: Attempt) -> None:
+        now_s = self._agenda.now_s
+        attempt.outcome.first_token_s = now_s + self.settings.network_s
+        self._note("first token", attempt.outcome, attempt.source.name)
+        self._dispatcher.first_token(attempt.key, now_s, attempt.outcome.cached_tokens)
+        self._decide_soon()
+
+    def arrived(self, attempt: Attempt) -> None:
+        if attempt.outcome.transferred_s is None:
+            attempt.outcome.transferred_s = self._agenda.now_s
+            self._note("arrived", attempt.outcome, attempt.sink.name)
+        self._dispatcher.arrived(attempt.key, self._agenda.now_s)
+        self._decide_soon()
+
+    def decoding(self, attempt: Attempt) -> None:
+        self._dispatcher.decoding(attempt.key, self._agenda.now_s)
+        self._decide_soon()
+
+    def ended(self, attempt: Attempt) -> None:
+        outcome = attempt.outcome
+        entry = self._open.pop(attempt.key)
+        if entry.deadline is not None:
+            entry.deadline.cancel()
+        outcome.output_tokens = outcome.request.output_tokens
+        outcome.last_token_s = self._agenda.now_s + self.settings.network_s
+        outcome.way_back_s = 2 * self.settings.network_s
+        self._dispatcher.end(attempt.key, self._agenda.now_s, is_whole=True)
+        self._finish(outcome, "completed")
+        self._decide_soon()
+
+    def left(self, worker: SimWorker) -> None:
+        if not worker.is_due:
+            worker.is_due = True
+            self._unreported.append(worker)
+
+    # ---- the end of a request
+
+    def _finish(self, outcome: Outcome, status: Status, error: str | None = None, message: str | None = None) -> None:
+        assert outcome.status is None, "a request ends once"
+        outcome.status = status
+        outcome.error, outcome.message = error, message
+        outcome.end_s = self._agenda.now_s + self.settings.network_s
+        self._note(status, outcome)
+        self._agenda.at(outcome.end_s, lambda: self._count(-1))
+
+    def _count(self, change: int) -> None:
+        now_s = self._agenda.now_s
+        self._in_flight_area += self._in_flight * (now_s - self._in_flight_since_s)
+        self._in_flight_since_s = now_s
+        self._in_flight += change
+
+    def _note(self, what: str, outcome: Outcome, worker: str = "") -> None:
+        if self._events is not None:
+            self._events.append((self._agenda.now_s, what, outcome.index, worker))
+
+
+def _build_workers(agenda: Agenda, topology: Topology, settings: SimSettings) -> Mapping[str, SimWorker]:
+    workers = {}
+    for role, pool in topology.active_pools().items():
+        engine = topology.simulated(role)
+        unit, rest = divmod(settings.prefix_block_tokens, engine.block_tokens)
+        if rest:
+            expected = f"a multiple of block_tokens ({engine.block_tokens})"
+            raise ConfigError(key="prefix_block_tokens", value=settings.prefix_block_tokens, expected=expected)
+        for number in range(pool.count):
+            name = f"{role}-{number}"
+            workers[name] = SimWorker(
+                agenda,
+                name,
+                role,
+                engine,
+                outbox_bytes=topology.kv.outbox_bytes,
+                inbox_bytes=topology.kv.inbox_bytes,
+                prefix_unit_blocks=unit,
+            )
+    return workers
+
+
+def _worker_report(worker: SimWorker) -> WorkerReport:
+    engine = worker.engine
+    return WorkerReport(
+        name=worker.name,
+        role=worker.role.value,
+        busy_s=engine.busy_s,
+        steps=len(engine.step_end_s),
+        prefill_tokens=engine.prefill_tokens,
+        decode_tokens=engine.decode_tokens,
+        cached_tokens=engine.cached_tokens,
+        preemptions=engine.scheduler.preemptions,
+    )
+
+
+def simulate(
+    topology: Topology,
+    requests: Sequence[TraceRequest],
+    settings: SimSettings | None = None,
+    *,
+    slow_downs: Sequence[SlowDown] = (),
+    keep_events: bool = False,
+) -> SimReport:
+    """Run `requests` on `topology`. Same input, same report."""
+    return Simulation(topology, requests, settings, slow_downs=slow_downs, keep_events=keep_events).run()

@@ -1,0 +1,361 @@
+"""One engine of the simulator: the simulated engine's scheduler and step times, with runs of like steps taken in one go. Pure.
+
+    submit -> [Scheduler] -> step (a prompt is under way, somebody comes, goes, or is preempted)   one appointment per step
+                          -> run  (every sequence gets one token per step, nothing else changes)   one appointment per run
+
+The steps of a run are those that the scheduler would have planned one by one: their times are summed in closed form (a decode step is
+affine in the context it reads), and whoever comes while a run is under way cuts it at the end of the step that is being computed.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from disagg.config import SimulatedSettings
+from disagg.engine.simulated_prefix import PrefixCache
+from disagg.engine.simulated_scheduler import Scheduled, Scheduler
+from disagg.engine.simulated_scheduler import Sequence as ScheduledSequence
+from disagg.engine.simulated_settings import kv_cache_tokens
+from disagg.engine.simulated_timing import plan_seconds, step_model
+from disagg.sim.agenda import Agenda, Appointment
+from disagg.types import EngineState, StepRecord
+
+_KEPT_RECORDS = 16
+_RECORDS_OF_RUN = 4
+_STEP_WEIGHT = 0.2  # of the newest step in the smoothed step time, as in the live engine
+
+
+class LegOwner(Protocol):
+    """Whoever submitted a leg; told at the instant at which a step ends (`loaded`: begins)."""
+
+    def loaded(self, leg: Leg) -> None:
+        """The engine has taken the KV that came from outside."""
+        ...
+
+    def computed(self, leg: Leg) -> None:
+        """More of the context is computed (`leg.num_computed`), by a step that brought no token."""
+        ...
+
+    def first_token(self, leg: Leg) -> None:
+        """The leg's first token is sampled."""
+        ...
+
+    def ended(self, leg: Leg) -> None:
+        """All its tokens are sampled, and it has left the engine."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Leg(ScheduledSequence):
+    """One request inside one engine. `remaining`: tokens that it still has to produce here.
+
+    `steps`: which steps of the engine gave it a token, as [first, behind the last) pairs, flat.
+    """
+
+    owner: LegOwner = field(kw_only=True)
+    remaining: int = field(kw_only=True)
+    is_over: bool = field(default=False, kw_only=True)
+    steps: array[int] = field(default_factory=lambda: array("q"), kw_only=True)
+
+    def count_steps(self, first: int, count: int) -> None:
+        """It got a token in each of `count` steps from `first` on."""
+        self.remaining -= count
+        if self.steps and self.steps[-1] == first:
+            self.steps[-1] += count
+        else:
+            self.steps.extend((first, first + count))
+
+
+@dataclass(slots=True)
+class _Run:
+    """`steps` decode steps from `start_s` on; step i (from 0) takes `first_s + i * growth_s`."""
+
+    start_s: float
+    first_s: float
+    growth_s: float
+    steps: int
+    end: Appointment
+
+    def end_s(self, steps: int) -> float:
+        """When the first `steps` steps are over."""
+        return self.start_s + steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
+
+    def steps_done(self, at_s: float) -> int:
+        """Whole steps that are over at `at_s`."""
+        if self.growth_s > 0:
+            a, b = self.growth_s / 2, self.first_s - self.growth_s / 2
+            guess = int((math.sqrt(b * b + 4 * a * max(0.0, at_s - self.start_s)) - b) / (2 * a))
+        else:
+            guess = int((at_s - self.start_s) / self.first_s) if self.first_s > 0 else self.steps
+        while guess > 0 and self.end_s(guess) > at_s:
+            guess -= 1
+        while guess < self.steps and self.end_s(guess + 1) <= at_s:
+            guess += 1
+        return min(guess, self.steps)
+
+
+class SimEngine:
+    """See the module. `step_end_s[i]`: when step i ended. `busy_s`: seconds spent in steps. Counters are since the start.
+
+    `recent`: records of the latest steps, oldest first; of a run only its last ones.
+    """
+
+    def __init__(self, agenda: Agenda, name: str, settings: SimulatedSettings, prefix_unit_blocks: int = 0) -> None:
+        self.name = name
+        self.settings = settings
+        self.slow_factor = 1.0
+        self.step_end_s = array("d")
+        self.busy_s = 0.0
+        self.prefill_tokens = 0
+        self.decode_tokens = 0
+        self.cached_tokens = 0
+        self.recent: deque[StepRecord] = deque(maxlen=_KEPT_RECORDS)
+        self.prefixes = PrefixCache(prefix_unit_blocks) if prefix_unit_blocks else None
+        self.scheduler = Scheduler(
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            num_blocks=kv_cache_tokens(settings) // settings.block_tokens,
+            block_tokens=settings.block_tokens,
+            prefixes=self.prefixes,
+        )
+        self._agenda = agenda
+        self._model = step_model(settings)
+        self._run: _Run | None = None
+        self._is_stepping = False
+        self._step_s = 0.0
+
+    def submit(self, leg: Leg) -> None:
+        """Take a leg in. It must fit the empty cache."""
+        self.scheduler.add(leg)
+        self._cut()
+        if not self._is_stepping:
+            self._is_stepping = True
+            self._agenda.at(self._agenda.now_s, self._begin)
+
+    def cancel(self, leg: Leg) -> None:
+        """Forget a leg; its blocks are free at once, a step under way goes on without it. Idempotent."""
+        if leg.is_over:
+            return
+        self._cut()
+        if self._run is not None and leg.is_running:
+            # Tokens of the run's finished steps were its own; they are in `steps` already when the run is settled.
+            self._settle_run(leg)
+        leg.is_over = True
+        self.scheduler.remove(leg)
+
+    def slow_down(self, factor: float) -> None:
+        """Steps from the next one on take `factor` times as long as the device's."""
+        self._cut()
+        self.slow_factor = factor
+
+    def state(self) -> EngineState:
+        """What the live engine would report now."""
+        scheduler = self.scheduler
+        queued = sum(max(0, s.num_tokens - s.num_ready) for s in scheduler.waiting)
+        running = 0  # in a run nobody's prompt is under way
+        if self._run is None:
+            running = sum(s.num_tokens - s.num_computed for s in scheduler.running if s.num_tokens - s.num_computed > 1)
+        taken = self._blocks_of_run() if self._run is not None else 0
+        return EngineState(
+            epoch="",
+            waiting_requests=len(scheduler.waiting),
+            waiting_tokens=queued + running,
+            running_requests=len(scheduler.running),
+            free_kv_tokens=(scheduler.free_blocks - taken) * scheduler.block_tokens,
+            total_kv_tokens=scheduler.capacity_tokens,
+            step_s=self._step_s,
+            preemptions=scheduler.preemptions,
+            max_step_tokens=scheduler.max_num_batched_tokens,
+            steps=tuple(self.recent),
+        )
+
+    def produced(self, leg: Leg) -> int:
+        """Tokens that `leg` has brought so far."""
+        booked = sum(leg.steps[1::2]) - sum(leg.steps[::2])
+        if self._run is not None and leg.is_running:
+            booked += self._run.steps_done(self._agenda.now_s)
+        return booked
+
+    def token_times_s(self, leg: Leg) -> np.ndarray:
+        """When each token of `leg` was sampled, seconds: [tokens] float64."""
+        ends = np.frombuffer(self.step_end_s, dtype=np.float64)
+        spans = [ends[first:behind] for first, behind in zip(leg.steps[::2], leg.steps[1::2], strict=True)]
+        return np.concatenate(spans) if spans else np.empty(0)
+
+    def assert_empty(self) -> None:
+        """No leg is left and every block is free."""
+        self.scheduler.assert_empty()
+        assert not self._is_stepping
+
+    # ---- steps
+
+    def _begin(self) -> None:
+        """Start the next step or run, or rest."""
+        scheduler = self.scheduler
+        if not scheduler.has_work:
+            self._is_stepping = False
+            return
+        if (most := self._least_remaining()) and (steps := scheduler.steady_steps(most)):
+            self._begin_run(steps)
+            return
+        plan = scheduler.schedule()
+        assert plan, f"{self.name}: requests wait, and none of them can run"
+        seconds = plan_seconds(self._model, plan) * self.slow_factor
+        for item in plan:
+            leg = item.sequence
+            assert isinstance(leg, Leg)
+            if leg.num_cached and not leg.num_ready and leg.num_computed == leg.num_cached:
+                self.cached_tokens += leg.num_cached
+            if leg.num_ready:
+                leg.num_ready = 0
+                leg.owner.loaded(leg)
+        self._agenda.after(seconds, lambda: self._end_step(plan, seconds))
+
+    def _least_remaining(self) -> int:
+        """Steps until the first running leg ends; 0 when one of them has no token yet."""
+        least = 0
+        for leg in self.scheduler.running:
+            assert isinstance(leg, Leg)
+            if not leg.steps:
+                return 0
+            if least == 0 or leg.remaining < least:
+                least = leg.remaining
+        return least
+
+    def _end_step(self, plan: Sequence[Scheduled], seconds: float) -> None:
+        index = len(self.step_end_s)
+        self.step_end_s.append(self._agenda.now_s)
+        self._count(1, seconds)
+        self._record(plan, seconds)
+        sampled = []
+        for item in plan:
+            leg = item.sequence
+            assert isinstance(leg, Leg)
+            if leg.is_over:
+                continue
+            leg.num_computed += item.num_tokens
+            if leg.num_computed == leg.num_tokens:
+                leg.num_tokens += 1
+                sampled.append(leg)
+            else:
+                leg.owner.computed(leg)
+        for leg in sampled:
+            self._sampled(leg, index)
+        self._begin()
+
+    def _sampled(self, leg: Leg, index: int) -> None:
+        if leg.is_over:
+            return
+        is_first = not leg.steps
+        leg.count_steps(index, 1)
+        if leg.remaining == 0:
+            leg.is_over = True
+            self.scheduler.remove(leg)
+        if is_first:
+            leg.owner.first_token(leg)
+        if leg.remaining == 0:
+            leg.owner.ended(leg)
+
+    def _count(self, steps: int, seconds: float) -> None:
+        """A step's part of the smoothed step time; of many alike, what they would have brought it to."""
+        self.busy_s += seconds
+        mean_s = seconds / steps
+        keep = (1 - _STEP_WEIGHT) ** steps if self._step_s else 0.0
+        self._step_s = mean_s + (self._step_s - mean_s) * keep
+
+    def _record(self, plan: Sequence[Scheduled], seconds: float) -> None:
+        decodes = context = prefill = 0
+        pairs = 0.0
+        for item in plan:
+            cached = item.sequence.num_computed
+            if item.num_tokens == 1 and cached:
+                decodes += 1
+                context += cached + 1
+            else:
+                prefill += item.num_tokens
+                pairs += item.num_tokens * (cached + (item.num_tokens + 1) / 2)
+        self.prefill_tokens += prefill
+        self.decode_tokens += decodes
+        self.recent.append(StepRecord(len(self.step_end_s), seconds, prefill, pairs, decodes, context))
+
+    # ---- runs
+
+    def _begin_run(self, steps: int) -> None:
+        running = self.scheduler.running
+        batch, context = len(running), sum([s.num_computed for s in running]) + len(running)
+        first_s = self._model.decode_step_s(batch, context) * self.slow_factor
+        growth_s = self._model.decode_step_s(batch, context + batch) * self.slow_factor - first_s
+        now_s = self._agenda.now_s
+        run = _Run(now_s, first_s, growth_s, steps, Appointment(0.0, 0, None))
+        run.end = self._agenda.at(run.end_s(steps), self._end_run)
+        self._run = run
+
+    def _cut(self) -> None:
+        """Let a run end with the step that is being computed."""
+        run = self._run
+        if run is None:
+            return
+        steps = min(run.steps, run.steps_done(self._agenda.now_s) + 1)
+        if steps < run.steps:
+            run.steps = steps
+            run.end.cancel()
+            run.end = self._agenda.at(run.end_s(steps), self._end_run)
+
+    def _end_run(self) -> None:
+        legs = self._settle_run()
+        self._begin_after(legs)
+
+    def _settle_run(self, leaving: Leg | None = None) -> list[Leg]:
+        """Book the run's steps. With `leaving`, those that are over; the step under way becomes a run of its own, without it."""
+        run = self._run
+        assert run is not None
+        now_s = self._agenda.now_s
+        steps = run.steps if leaving is None else run.steps_done(now_s)
+        index = len(self.step_end_s)
+        if steps:
+            number = np.arange(1, steps + 1, dtype=np.float64)
+            ends = run.start_s + number * run.first_s + run.growth_s * (number * (number - 1) / 2)
+            self.step_end_s.frombytes(ends.tobytes())
+            self._count(steps, run.end_s(steps) - run.start_s)
+            self._record_run(run, steps)
+            self.scheduler.advance(steps)
+            for leg in self.scheduler.running:
+                assert isinstance(leg, Leg)
+                leg.count_steps(index, steps)
+        if leaving is None:
+            self._run = None
+            return [leg for leg in self.scheduler.running if isinstance(leg, Leg) and leg.remaining == 0]
+        run.start_s, run.first_s, run.steps = run.end_s(steps), run.first_s + steps * run.growth_s, run.steps - steps
+        return []
+
+    def _begin_after(self, ended: Sequence[Leg]) -> None:
+        for leg in ended:
+            leg.is_over = True
+            self.scheduler.remove(leg)
+        for leg in ended:
+            leg.owner.ended(leg)
+        self._begin()
+
+    def _record_run(self, run: _Run, steps: int) -> None:
+        """Records of the run's last steps; the scheduler has not advanced yet."""
+        running = self.scheduler.running
+        batch, context = len(running), sum([s.num_computed for s in running]) + len(running)
+        self.decode_tokens += steps * batch
+        behind = len(self.step_end_s) - steps
+        for i in range(max(0, steps - _RECORDS_OF_RUN), steps):
+            seconds = run.first_s + i * run.growth_s
+            self.recent.append(StepRecord(behind + i + 1, seconds, 0, 0.0, batch, context + i * batch))
+
+    def _blocks_of_run(self) -> int:
+        """Blocks that the run's steps have taken so far, the one under way included."""
+        assert self._run is not None
+        steps = min(self._run.steps, self._run.steps_done(self._agenda.now_s) + 1)
+        size = self.scheduler.block_tokens
+        return sum([-(-(s.num_computed + steps) // size) - s.num_blocks for s in self.scheduler.running])
