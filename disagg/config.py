@@ -137,11 +137,13 @@ class GatewaySettings(_Strict):
 
 
 class AdmissionSettings(_Strict):
-    """Bounds of the gateway's queue. A request beyond them is rejected with a retry-after.
+    """Who may enter the gateway's queue. A request that may not is rejected with a retry-after.
 
-    `max_prefills_per_worker`: prefills in flight on one worker before further ones wait at the gateway.
+    `by_slo`: refuse what is predicted to miss its class's targets, where the class says so (False: only the bounds count).
+    `max_prefills_per_worker`: prefills in flight on one worker, at most; further ones wait at the gateway, as they mostly do before that.
     """
 
+    by_slo: bool = True
     max_queued_requests: PositiveInt = 512
     max_queued_tokens: PositiveInt = 2_000_000
     max_prefills_per_worker: PositiveInt = 2
@@ -149,13 +151,48 @@ class AdmissionSettings(_Strict):
     worker_timeout_s: Annotated[float, Field(gt=0)] = 10.0
 
 
+MAX_PRIORITY = 1000
+
+# Targets in milliseconds, TTFT and TPOT. The last five are those of MLPerf Inference's server and interactive scenarios.
+PRESETS: dict[str, dict[str, Any]] = {
+    "chat": {"ttft_ms": 500, "tpot_ms": 50, "if_missed": "reject"},
+    "search": {"ttft_ms": 200, "tpot_ms": 50, "if_missed": "reject"},
+    "code": {"ttft_ms": 500, "tpot_ms": 30, "if_missed": "reject"},
+    "batch": {"priority": -1},
+    "mlperf-llama2-70b-server": {"ttft_ms": 2000, "tpot_ms": 200, "if_missed": "reject"},
+    "mlperf-llama2-70b-interactive": {"ttft_ms": 450, "tpot_ms": 40, "if_missed": "reject"},
+    "mlperf-llama3.1-8b-server": {"ttft_ms": 2000, "tpot_ms": 100, "if_missed": "reject"},
+    "mlperf-llama3.1-8b-interactive": {"ttft_ms": 500, "tpot_ms": 30, "if_missed": "reject"},
+    "mlperf-llama3.1-405b-server": {"ttft_ms": 6000, "tpot_ms": 175, "if_missed": "reject"},
+}
+
+
 class SloClass(_Strict):
-    """One service-level class: targets in milliseconds (absent = none) and default priority (higher goes first)."""
+    """One service-level class: targets in milliseconds (absent = none), and default priority (higher goes first).
+
+    `if_missed`: what happens to a request that is predicted to miss them. `reject`: refused at once, with a retry-after. `best_effort`:
+    served after all requests that can still be in time. In a topology a class may be given by the name of a preset alone, or as
+    `{preset: chat, name: vip, priority: 5}` with other values than the preset's.
+    """
 
     name: Annotated[str, Field(min_length=1)]
     ttft_ms: Annotated[float, Field(gt=0)] | None = None
     tpot_ms: Annotated[float, Field(gt=0)] | None = None
-    priority: int = 0
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    if_missed: Literal["reject", "best_effort"] = "best_effort"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = {"preset": value}
+        if not isinstance(value, Mapping) or "preset" not in value:
+            return value
+        given = dict(value)
+        preset = given.pop("preset")
+        if preset not in PRESETS:
+            raise ValueError(f"no preset is called {preset!r}; {nearest(str(preset), PRESETS)}")
+        return {"name": preset, **PRESETS[preset], **given}
 
     @property
     def ttft_s(self) -> float | None:
@@ -188,7 +225,7 @@ class Topology(_Strict):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$")] = "disagg"
     model: str
-    mode: Literal["disagg", "colocated"] = "disagg"
+    mode: Literal["disagg", "colocated", "adaptive"] = "disagg"
     engine: EngineSettings = Field(default_factory=EngineSettings)
     pools: Pools
     kv: KvSettings = Field(default_factory=KvSettings)
@@ -210,8 +247,8 @@ class Topology(_Strict):
     @model_validator(mode="after")
     def _pools_fit_mode(self) -> Topology:
         p = self.pools
-        if self.mode == "disagg" and (p.prefill is None or p.decode is None):
-            raise ValueError("mode disagg needs pools.prefill and pools.decode")
+        if self.mode != "colocated" and (p.prefill is None or p.decode is None):
+            raise ValueError(f"mode {self.mode} needs pools.prefill and pools.decode")
         if self.mode == "colocated" and p.colocated is None and (p.prefill is None or p.decode is None):
             raise ValueError("mode colocated needs pools.colocated, or pools.prefill and pools.decode to derive it from")
         return self

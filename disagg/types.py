@@ -269,8 +269,8 @@ class EngineState:
 
     `step_s`: smoothed duration of the latest engine steps (0 when idle since the start).
     `outbox_free_bytes`/`inbox_free_bytes`: room for new transfers. `preemptions`: count since the start.
-    `max_step_tokens`: tokens that one step computes at most (0: not known). `steps`: the latest steps, oldest first; over the wire
-    only those that the gateway has not seen.
+    `max_step_tokens`: tokens that one step computes at most, and `max_running_requests`: requests in it at most (0: not known).
+    `steps`: the latest steps, oldest first; over the wire only those that the gateway has not seen.
     """
 
     epoch: str
@@ -286,6 +286,7 @@ class EngineState:
     inbox_total_bytes: int = 0
     preemptions: int = 0
     max_step_tokens: int = 0
+    max_running_requests: int = 0
     steps: tuple[StepRecord, ...] = ()
 
 

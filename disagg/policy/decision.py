@@ -78,13 +78,17 @@ class DecisionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Start `request` on `route` now; its room is reserved until `Dispatcher.end(key)`."""
+    """Start `request` on `route` now; its room is reserved until `Dispatcher.end(key)`.
+
+    `admitted`: what was predicted when the request came; equal to `prediction` when it did not wait.
+    """
 
     key: int
     request: Request
     route: Route
     prediction: Prediction
     record: DecisionRecord
+    admitted: Prediction
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,33 @@ A worker is given its next prompt only when it is about to run dry, so order and
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from disagg.config import AdmissionSettings, SloClass
-from disagg.policy.decision import Decisions
-from disagg.policy.step_cost import StepCost
-from disagg.types import EngineState, Mode, ModelInfo, Request, Role
+from disagg.policy.booking import Booking
+from disagg.policy.decision import Candidate, DecisionRecord, Decisions, Grant, Refusal, Verdict
+from disagg.policy.entry import MIN_RETRY_S, check_fits, foreseen, retry_after, why_not
+from disagg.policy.outlook import SPARE_BELOW, outlook
+from disagg.policy.outputs import OutputLengths
+from disagg.policy.pairs import Ask, Pair, PairWeigher, Shortage, candidate
+from disagg.policy.step_cost import GENERIC, StepCost
+from disagg.policy.targets import SOFT_TPOT_S, Targets
+from disagg.policy.waiting import Waiter, WaitingQueue
+from disagg.policy.worker_book import WorkerBook, pace_s
+from disagg.types import EngineState, Mode, ModelInfo, Request, Role, Route
+
+FEED_S = 0.025  # a worker gets its next prompt when it has so much left: a round trip, and its answer's way through the gateway
+LOOK_AHEAD = 4  # waiters that are tried although one before them has to wait on
+RECORDED_PAIRS = 4
+REFRESH_S = 1.0  # how often what changes with time alone is computed anew
+MIN_NAP_S = 2e-3
+MAX_NAP_S = 0.1  # a worker that is overdue, or a decode side that is full, is looked at again after so long
+AGED_S = 30.0  # a request that has waited so long gets a turn now and then, whatever its priority
+AGED_TURN = 20  # one grant in so many
+LEARNING_RATE = 0.1
 
 
 class Dispatcher:
@@ -35,21 +56,46 @@ class Dispatcher:
         priors: Mapping[Role, StepCost] | None = None,
     ) -> None:
         """`priors`: step costs to start from per role (policy/step_cost.py); a role without one starts from a generic guess."""
-        raise NotImplementedError
+        self.mode = mode
+        self.model = model
+        self._admission = admission
+        self._priors = priors or {}
+        self._targets = {c.name: Targets.of(c) for c in classes}
+        self._tpot_s = min((t.tpot_s for t in self._targets.values() if t.tpot_s is not None), default=SOFT_TPOT_S)
+        self._outputs: dict[str, OutputLengths] = {}
+        self._workers: dict[str, WorkerBook] = {}
+        self._waiting = WaitingQueue()
+        self._bookings: dict[int, Booking] = {}
+        self._weigher = PairWeigher(mode)
+        self._keys = itertools.count(1)
+        self._grants = 0
+        self._typical = next(iter(self._priors.values()), GENERIC)
+        self._refreshed_s = 0.0
+        self._starved_since_s: float | None = None
 
     # ---- workers
 
     def join(self, name: str, role: Role, host_id: str, state: EngineState, now_s: float) -> None:
         """A worker came up. One of that name that is known already is replaced."""
-        raise NotImplementedError
+        self.leave(name, now_s)
+        self._workers[name] = WorkerBook(name, role, host_id, state, self._priors.get(role, GENERIC), now_s)
 
     def leave(self, name: str, now_s: float) -> None:
         """A worker is gone. What was granted on it stays booked until its owner calls `end`. Unknown is fine."""
-        raise NotImplementedError
+        book = self._workers.pop(name, None)
+        if book is not None:
+            book.is_live = False
 
     def report(self, name: str, state: EngineState, now_s: float) -> None:
-        """A worker's latest state; `state.steps` holds only steps that were not reported before."""
-        raise NotImplementedError
+        """A worker's latest state; `state.steps` holds only steps that were not reported before. Unknown is fine."""
+        book = self._workers.get(name)
+        if book is not None:
+            book.report(state, now_s, self._tpot_s)
+
+    @property
+    def workers(self) -> Mapping[str, WorkerBook]:
+        """The live workers by name. To look at."""
+        return self._workers
 
     # ---- requests
 
@@ -58,34 +104,319 @@ class Dispatcher:
 
         Raises InvalidRequestError when no live worker could ever hold it.
         """
-        raise NotImplementedError
+        check_fits(request, self.mode, self.model, self._sources(), self._sinks())
+        targets = self._targets.get(request.slo_class) or Targets.none(request.slo_class)
+        lengths = self._lengths(request.slo_class)
+        waiter = Waiter(
+            key=next(self._keys),
+            request=request,
+            targets=targets,
+            queued_s=now_s,
+            attempt=attempt,
+            avoid=avoid,
+            output_tokens=lengths.mean(request),
+            reserve_tokens=lengths.reserve(request),
+            work_s=self._typical.prefill_s(request.num_context_tokens, 0, 2048),
+            box_bytes=request.num_context_tokens * self.model.kv_bytes_per_token,
+        )
+        self._waiting.add(waiter)
+        return waiter.key
 
     def withdraw(self, key: int) -> None:
         """The client of a queued request is gone. Unknown is fine."""
-        raise NotImplementedError
+        self._waiting.remove(key)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
 
     def decide(self, now_s: float) -> Decisions:
         """Grants and refusals as of now. Call it after each event, and at `wake_at_s`."""
-        raise NotImplementedError
+        if now_s - self._refreshed_s > REFRESH_S:
+            self._refresh(now_s)
+        over = "the deadline passed while it waited"
+        refusals = [self._refuse(w, now_s, over, self._retry_s(w, now_s)) for w in self._waiting.expired(now_s)]
+        grants: list[Grant] = []
+        if (missing := self.missing_role) is not None:
+            refusals += self._starved(missing, now_s)
+        elif len(self._waiting):
+            self._starved_since_s = None
+            workers = list(self._workers.values())
+            refusals += self._admit(workers, now_s)
+            grants, hopeless = self._grant(workers, now_s)
+            refusals += hopeless
+        refusals += self._bound(now_s)
+        return Decisions(tuple(grants), tuple(refusals), self._wake_at_s(now_s))
 
     # ---- the life of a granted request; all are idempotent, and unknown keys are fine
 
     def first_token(self, key: int, now_s: float, cached_tokens: int = 0) -> None:
         """The prefill is over. `cached_tokens`: what the worker found in its prefix cache."""
-        raise NotImplementedError
+        booking = self._bookings.get(key)
+        if booking is not None:
+            booking.first_token(now_s, cached_tokens)
 
     def arrived(self, key: int, now_s: float) -> None:
         """The KV lies whole in the decode side's inbox."""
-        raise NotImplementedError
+        booking = self._bookings.get(key)
+        if booking is not None:
+            booking.arrived()
 
     def decoding(self, key: int, now_s: float) -> None:
         """The decode engine holds the KV: its second token came (or its first, on one worker)."""
-        raise NotImplementedError
+        booking = self._bookings.get(key)
+        if booking is None:
+            return
+        hand_over_s = booking.decoding(now_s)
+        if hand_over_s is not None:
+            self._weigher.hand_over_s += (hand_over_s - self._weigher.hand_over_s) * LEARNING_RATE
 
-    def progress(self, key: int, output_tokens: int) -> None:
-        """So many tokens of the answer have come."""
-        raise NotImplementedError
+    def progress(self, key: int, output_tokens: int, now_s: float) -> None:
+        """So many tokens of the answer have come. An answer longer than expected keeps more room."""
+        booking = self._bookings.get(key)
+        if booking is not None and booking.progress(output_tokens, now_s):
+            booking.reserve(self._lengths(booking.request.slo_class).reserve(booking.request, output_tokens))
 
     def end(self, key: int, now_s: float, *, is_whole: bool) -> None:
         """Give back everything. `is_whole`: the answer came to its end, and its length teaches what to expect."""
-        raise NotImplementedError
+        booking = self._bookings.pop(key, None)
+        if booking is None:
+            return
+        booking.end(now_s)
+        if is_whole and not booking.request.sampling.ignore_eos:
+            self._lengths(booking.request.slo_class).learn(len(booking.request.prior_output) + booking.output_tokens)
+
+    def assert_empty(self) -> None:
+        """Nobody waits and nothing is booked."""
+        assert not len(self._waiting), f"{len(self._waiting)} requests wait"
+        assert not self._bookings, f"{len(self._bookings)} bookings are open"
+        for book in self._workers.values():
+            assert book.accounts.is_empty, f"{book.name}: {book.accounts}"
+            assert not book.prefilling, f"{book.name}: {book.prefilling}"
+
+    # ---- entry
+
+    def _admit(self, workers: Sequence[WorkerBook], now_s: float) -> list[Refusal]:
+        """Look at those that came since the last time: may they wait?"""
+        refusals = []
+        for waiter in self._waiting.unchecked():
+            waiter.is_checked = True
+            if waiter.attempt or not self._admission.by_slo:
+                continue
+            ask = self._ask(waiter, now_s)
+            pairs = self._weigher.pairs(ask, workers, now_s, {}, RECORDED_PAIRS)
+            ahead = outlook(ask, self.mode, workers, *self._waiting.ahead(waiter), now_s)
+            found = why_not(ask, [] if isinstance(pairs, Shortage) else pairs, ahead, waiter.work_s)
+            if found is None:
+                if not isinstance(pairs, Shortage):
+                    waiter.admitted = foreseen(pairs[0], ask, ahead).prediction
+            elif waiter.targets.may_reject:
+                refusals.append(self._refuse(waiter, now_s, found.reason, found.retry_after_s, found.candidates))
+            else:
+                self._waiting.demote(waiter)
+        return refusals
+
+    def _bound(self, now_s: float) -> list[Refusal]:
+        """Refuse the last ones of a queue that is too long. Retries stay, and one request may wait whatever its size."""
+        settings, refusals = self._admission, []
+        while len(self._waiting) > settings.max_queued_requests or (
+            len(self._waiting) > 1 and self._waiting.tokens > settings.max_queued_tokens
+        ):
+            last = self._waiting.last_new()
+            if last is None:
+                break
+            others, tokens = len(self._waiting) - 1, self._waiting.tokens - last.request.num_context_tokens
+            reason = f"{others} requests with {tokens} prompt tokens wait already"
+            refusals.append(self._refuse(last, now_s, reason, self._retry_s(last, now_s)))
+        return refusals
+
+    def _starved(self, missing: Role, now_s: float) -> list[Refusal]:
+        """A pool without a live worker: those that have waited for one long enough give up."""
+        if self._starved_since_s is None:
+            self._starved_since_s = now_s
+        timeout_s = self._admission.worker_timeout_s
+        due = [w for w in self._waiting.in_order() if max(self._starved_since_s, w.queued_s) + timeout_s <= now_s]
+        reason = f"no live {missing} worker, and none came within {timeout_s:g} s"
+        return [self._refuse(w, now_s, reason, MIN_RETRY_S, no_worker=True) for w in due]
+
+    def _refuse(
+        self, waiter: Waiter, now_s: float, reason: str, retry_s: float, candidates: tuple[Candidate, ...] = (), *, no_worker: bool = False
+    ) -> Refusal:
+        self._waiting.remove(waiter.key)
+        record = replace(self._record(waiter, now_s, Verdict.REJECTED, reason), candidates=candidates, retry_after_s=retry_s)
+        return Refusal(waiter.key, waiter.request, reason, retry_s, record, no_worker)
+
+    def _retry_s(self, waiter: Waiter, now_s: float) -> float:
+        """When what waits now will have been started."""
+        ask = self._ask(waiter, now_s)
+        return retry_after(outlook(ask, self.mode, list(self._workers.values()), *self._waiting.ahead(waiter), now_s).start_s)
+
+    # ---- grants
+
+    def _grant(self, workers: Sequence[WorkerBook], now_s: float) -> tuple[list[Grant], list[Refusal]]:
+        """Give prompts to workers that are about to run dry. One meant for a busy worker is held back, and counts as work before later ones."""
+        grants: list[Grant] = []
+        refusals: list[Refusal] = []
+        held_s: dict[str, float] = {}
+        blocked = 0
+        for waiter in self._candidates(now_s):
+            if blocked >= LOOK_AHEAD or not self._any_is_ready(held_s, now_s):
+                break
+            ask = self._ask(waiter, now_s)
+            pairs = self._weigher.pairs(ask, workers, now_s, held_s, RECORDED_PAIRS)
+            if isinstance(pairs, Shortage):
+                blocked += 1
+                continue
+            pair = pairs[0]
+            source = pair.first.worker
+            if not self._is_ready(source, pair.first.wait_s):
+                held_s[source.name] = held_s.get(source.name, 0.0) + pair.first.prefill_s
+                blocked += 1
+            elif self._is_hopeless(waiter, ask, pair):
+                prediction = candidate(pair, ask, "too late")
+                reason = f"class {ask.targets.name} cannot be met any more: it has waited {ask.waited_s * 1e3:.0f} ms"
+                refusals.append(self._refuse(waiter, now_s, reason, retry_after(pair.first.prefill_s), (prediction,)))
+            elif not self._may_join(waiter, ask, pair, now_s):
+                blocked += 1
+            else:
+                grants.append(self._book(waiter, ask, pairs, now_s))
+        return grants, refusals
+
+    def _candidates(self, now_s: float) -> Iterator[Waiter]:
+        """In order; but every so often the one that has waited longest goes first."""
+        oldest = self._waiting.oldest()
+        if oldest is not None and self._grants % AGED_TURN == AGED_TURN - 1 and now_s - oldest.queued_s > AGED_S:
+            yield oldest
+        yield from self._waiting.in_order()
+
+    def _is_ready(self, source: WorkerBook, wait_s: float) -> bool:
+        """Whether a worker is about to run dry: a wait for the step under way is none."""
+        if not source.prefilling:
+            return True
+        return wait_s <= FEED_S and source.accounts.prefills < self._admission.max_prefills_per_worker
+
+    def _any_is_ready(self, held_s: Mapping[str, float], now_s: float) -> bool:
+        """Whether a prompt could start anywhere; when not, no waiter needs to be weighed."""
+        return any(self._is_ready(w, w.wait_s(now_s) + held_s.get(w.name, 0.0)) for w in self._sources())
+
+    def _is_hopeless(self, waiter: Waiter, ask: Ask, pair: Pair) -> bool:
+        """It came in time, but its target cannot be met any more: others can still be."""
+        target_s = ask.targets.ttft_s
+        if target_s is None or not ask.targets.may_reject or waiter.attempt or waiter.is_best_effort or not self._admission.by_slo:
+            return False
+        return ask.waited_s + pair.first.wait_s + pair.first.prefill_s > target_s
+
+    def _may_join(self, waiter: Waiter, ask: Ask, pair: Pair, now_s: float) -> bool:
+        """Whether the decode side can take one more within the targets: its own, and for lower work those of the others."""
+        sink = pair.second.worker
+        if not ask.moves_kv or not self._admission.by_slo or waiter.attempt or not (sink.decodes or sink.accounts.coming):
+            return True
+        limit_s = math.inf
+        if ask.targets.tpot_s is not None and not waiter.is_best_effort:
+            limit_s = ask.targets.tpot_s
+        elif sink.accounts.groups:
+            limit_s = SPARE_BELOW * min(sink.accounts.groups)
+        return pair.second.tpot_s <= limit_s
+
+    def _book(self, waiter: Waiter, ask: Ask, pairs: Sequence[Pair], now_s: float) -> Grant:
+        pair = pairs[0]
+        self._grants += 1
+        self._waiting.remove(waiter.key)
+        seen = tuple([candidate(p, ask) for p in pairs])
+        reason = describe(pair, pairs)
+        record = replace(self._record(waiter, now_s, Verdict.GRANTED, reason), candidates=seen)
+        route = Route(seen[0].prefill, seen[0].decode, reason)
+        self._bookings[waiter.key] = Booking(waiter.key, waiter.request, pair, ask, now_s)
+        return Grant(waiter.key, waiter.request, route, seen[0].prediction, record, waiter.admitted or seen[0].prediction)
+
+    # ---- small parts
+
+    @property
+    def missing_role(self) -> Role | None:
+        """A role that the mode needs and that no live worker has."""
+        present = {w.role for w in self._workers.values()}
+        if self.mode is Mode.ADAPTIVE:
+            return None if present else Role.PREFILL
+        needed = (Role.COLOCATED,) if self.mode is Mode.COLOCATED else (Role.PREFILL, Role.DECODE)
+        return next((role for role in needed if role not in present), None)
+
+    def _sources(self) -> list[WorkerBook]:
+        return [w for w in self._workers.values() if self.mode is not Mode.DISAGG or w.role is Role.PREFILL]
+
+    def _sinks(self) -> list[WorkerBook]:
+        return [w for w in self._workers.values() if self.mode is not Mode.DISAGG or w.role is Role.DECODE]
+
+    def _lengths(self, name: str) -> OutputLengths:
+        return self._outputs.setdefault(name, OutputLengths())
+
+    def _ask(self, waiter: Waiter, now_s: float) -> Ask:
+        context = waiter.request.num_context_tokens
+        return Ask(
+            context_tokens=context,
+            output_tokens=waiter.output_tokens,
+            kv_tokens=context + waiter.reserve_tokens,
+            box_bytes=waiter.box_bytes,
+            moves_kv=waiter.request.remaining_tokens > 1,
+            targets=waiter.targets,
+            waited_s=max(0.0, now_s - waiter.request.arrival_s),
+            avoid=waiter.avoid,
+            cached=waiter.cached,
+        )
+
+    def _record(self, waiter: Waiter, now_s: float, verdict: Verdict, reason: str) -> DecisionRecord:
+        request, targets = waiter.request, waiter.targets
+        return DecisionRecord(
+            request_id=request.request_id,
+            at_s=now_s,
+            waited_s=max(0.0, now_s - request.arrival_s),
+            verdict=verdict,
+            reason=reason,
+            slo_class=request.slo_class,
+            priority=request.priority,
+            context_tokens=request.num_context_tokens,
+            max_tokens=request.sampling.max_tokens,
+            ttft_target_s=targets.ttft_s,
+            tpot_target_s=targets.tpot_s,
+            queued_requests=len(self._waiting),
+            attempt=waiter.attempt,
+        )
+
+    def _refresh(self, now_s: float) -> None:
+        """Once a second: what the typical worker of each role is, by which an idle one's learned speed is judged."""
+        self._refreshed_s = now_s
+        sources = self._sources()
+        if sources:
+            ranked = sorted(sources, key=lambda w: pace_s(w.fit.cost))
+            self._typical = ranked[(len(ranked) - 1) // 2].fit.cost
+        for role in Role:
+            books = [w for w in self._workers.values() if w.role is role]
+            paces = sorted(pace_s(w.fit.cost) for w in books)
+            for book in books:
+                book.pool_pace_s = paces[(len(paces) - 1) // 2]
+                book.touch()
+
+    def _wake_at_s(self, now_s: float) -> float | None:
+        """When to look again, if nothing happens before: a deadline passes, a worker runs dry, or waiting for a worker is over."""
+        if not len(self._waiting):
+            return None
+        instants = []
+        if (expiry_s := self._waiting.next_expiry_s()) is not None:
+            instants.append(expiry_s)
+        if self._starved_since_s is not None:
+            timeout_s = self._admission.worker_timeout_s
+            instants += [max(self._starved_since_s, w.queued_s) + timeout_s for w in self._waiting.in_order()]
+        else:
+            dry = [w.busy_until_s - FEED_S for w in self._sources() if w.prefilling]
+            instants.append(max(now_s + MIN_NAP_S, min((at_s for at_s in dry if at_s > now_s), default=now_s + MAX_NAP_S)))
+        return min(instants)
+
+
+def describe(pair: Pair, pairs: Sequence[Pair]) -> str:
+    """Why this pair, in a few words."""
+    first, second = pair.first, pair.second
+    p, d = first.worker, second.worker
+    ahead = f"starts in {first.wait_s * 1e3:.0f} ms behind {len(p.prefilling)} prompts" if p.prefilling else "idle"
+    if pair.is_colocated:
+        return f"{p.name} alone: {ahead}, {p.decodes} decoding there"
+    return f"{p.name}: {ahead}; {d.name}: {d.decodes + d.accounts.coming} decoding, {max(0, d.free_kv_tokens)} KV tokens free"

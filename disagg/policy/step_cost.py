@@ -2,8 +2,8 @@
 
     seconds = base + over x max(0, tokens - ridge) + token x tokens + pair x pairs + context x context tokens
 
-`tokens` are all tokens computed in the step, of prompts and decodes. Up to `ridge` tokens a step reads the weights anyway, and further tokens
-are nearly free; above it each costs arithmetic (`over_s`). `pairs`: (query, key) pairs of prompt attention. All coefficients are >= 0.
+`tokens` are all tokens computed in the step, of prompts and decodes. Up to `ridge` tokens the step is bound by reading the weights, and a
+token is nearly free; above it each costs arithmetic (`over_s`). `pairs`: (query, key) pairs of prompt attention. Coefficients are >= 0.
 """
 
 from __future__ import annotations

@@ -1,0 +1,171 @@
+"""What one granted request holds of its two workers. Each share is given back once, whatever happens in which order. Pure.
+
+open -> first_token   the prompt's place                       (source)   and the answer begins to decode (sink)
+     -> arrived       room in both boxes                       (source, sink)
+     -> decoding      its KV shows in the sink's own reports   (stays reserved)
+     -> end           everything
+"""
+
+from __future__ import annotations
+
+from disagg.policy.pairs import Ask, Pair
+from disagg.policy.worker_book import WorkerBook
+from disagg.types import Request
+
+LEARNING_RATE = 0.1
+MAX_OVERHEAD_S = 0.1
+
+
+class Booking:
+    """One request on one route."""
+
+    def __init__(self, key: int, request: Request, pair: Pair, ask: Ask, now_s: float) -> None:
+        """Books everything at once."""
+        self.key = key
+        self.request = request
+        self.source: WorkerBook = pair.first.worker
+        self.sink: WorkerBook = pair.second.worker
+        self.first_token_s: float | None = None
+        self.output_tokens = 0
+        holds_kv = ask.moves_kv or pair.is_colocated
+        self._tokens = ask.context_tokens - pair.first.cached_tokens
+        self._prefill_s = pair.first.prefill_s
+        self._started_s = now_s
+        self._target_s = ask.targets.tpot_scale_s
+        self._expected_output = ask.output_tokens
+        self._reserved_output = ask.kv_tokens - ask.context_tokens
+        self._kv_tokens = ask.kv_tokens if holds_kv else 0
+        self._source_kv_tokens = 0 if pair.is_colocated else ask.context_tokens
+        self._box_bytes = ask.box_bytes
+        self._moves_kv = ask.moves_kv
+        self._is_open = self._is_prefilling = True
+        self._is_alone = not self.source.prefilling
+        self._in_boxes = ask.moves_kv and not pair.is_colocated
+        self._is_unseen = holds_kv
+        self._is_coming = ask.moves_kv
+        self._is_decoding = False
+        self._open(now_s)
+
+    def _open(self, now_s: float) -> None:
+        source, sink = self.source, self.sink
+        a = source.accounts
+        a.prefills += 1
+        a.prefill_tokens += self._tokens
+        a.kv_tokens += self._source_kv_tokens
+        a.unseen_kv_tokens += self._source_kv_tokens
+        source.prefilling[self.key] = self._prefill_s
+        source.busy_until_s = max(now_s, source.busy_until_s) + self._prefill_s
+        if self._in_boxes:
+            a.outbox_bytes += self._box_bytes
+            sink.accounts.inbox_bytes += self._box_bytes
+        sink.accounts.kv_tokens += self._kv_tokens
+        sink.accounts.unseen_kv_tokens += self._kv_tokens
+        if self._is_coming:
+            sink.accounts.coming += 1
+            sink.accounts.coming_tokens += self.request.num_context_tokens
+        source.last_used_s = sink.last_used_s = now_s
+        self._touch()
+
+    def first_token(self, now_s: float, cached_tokens: int = 0) -> None:
+        """The prompt is through."""
+        if not self._is_prefilling:
+            return
+        self._leave_prefill(now_s)
+        self.first_token_s = now_s
+        self.output_tokens = max(1, self.output_tokens)
+        if self._is_alone and cached_tokens == 0:
+            beyond_s = now_s - self._started_s - self._prefill_s
+            self.source.overhead_s += LEARNING_RATE * min(MAX_OVERHEAD_S, max(-MAX_OVERHEAD_S, beyond_s))
+            self.source.overhead_s = min(MAX_OVERHEAD_S, max(0.0, self.source.overhead_s))
+        if self._is_coming:
+            self._leave_coming()
+            a = self.sink.accounts
+            a.decodes += 1
+            a.context_tokens += self.request.num_context_tokens
+            a.output_tokens += self._expected_output
+            a.groups[self._target_s] = a.groups.get(self._target_s, 0) + 1
+            self._is_decoding = True
+        self._touch()
+
+    def arrived(self) -> None:
+        """The KV has left the outbox, and the inbox as good as: the engine loads it at its next step."""
+        if self._in_boxes:
+            self._in_boxes = False
+            self.source.accounts.outbox_bytes -= self._box_bytes
+            self.sink.accounts.inbox_bytes -= self._box_bytes
+
+    def decoding(self, now_s: float) -> float | None:
+        """The sink's engine holds the KV. Returns what the hand-over took beyond a decode step; None when none is to be told."""
+        if not self._is_unseen:
+            return None
+        self._is_unseen = False
+        self.sink.accounts.unseen_kv_tokens -= self._kv_tokens
+        if self.first_token_s is None or self.source is self.sink:
+            return None
+        return max(0.0, now_s - self.first_token_s - self.sink.step_s(now_s))
+
+    def progress(self, output_tokens: int, now_s: float) -> bool:
+        """Counts the answer's tokens. True when it has become longer than what room was kept for."""
+        more = output_tokens - self.output_tokens
+        if more <= 0 or not self._is_open:
+            return False
+        self.output_tokens = output_tokens
+        if self._is_decoding:
+            self.sink.accounts.context_tokens += more
+            self.sink.heard_s = now_s
+        return self._moves_kv and output_tokens > self._reserved_output
+
+    def reserve(self, output_tokens: int) -> None:
+        """Keep room for so many tokens of answer."""
+        more = output_tokens - self._reserved_output
+        if more > 0 and self._is_open:
+            self._reserved_output = output_tokens
+            self._kv_tokens += more
+            self.sink.accounts.kv_tokens += more
+            if self._is_unseen:
+                self.sink.accounts.unseen_kv_tokens += more
+
+    def end(self, now_s: float) -> None:
+        """Give back what is still held."""
+        if not self._is_open:
+            return
+        self._leave_prefill(now_s)
+        self._leave_coming()
+        self.arrived()
+        self._is_open = False
+        a = self.sink.accounts
+        a.kv_tokens -= self._kv_tokens
+        if self._is_unseen:
+            a.unseen_kv_tokens -= self._kv_tokens
+        if self._is_decoding:
+            a.decodes -= 1
+            a.output_tokens -= self._expected_output
+            a.context_tokens -= self.request.num_context_tokens + self.output_tokens - 1
+            a.groups[self._target_s] -= 1
+            if not a.groups[self._target_s]:
+                del a.groups[self._target_s]
+        self._touch()
+
+    def _leave_prefill(self, now_s: float) -> None:
+        if not self._is_prefilling:
+            return
+        self._is_prefilling = False
+        source = self.source
+        a = source.accounts
+        a.prefills -= 1
+        a.prefill_tokens -= self._tokens
+        a.kv_tokens -= self._source_kv_tokens
+        a.unseen_kv_tokens -= self._source_kv_tokens
+        source.prefilling.pop(self.key, None)
+        # Those behind it start now, whatever was predicted.
+        source.busy_until_s = now_s + sum(source.prefilling.values())
+
+    def _leave_coming(self) -> None:
+        if self._is_coming:
+            self._is_coming = False
+            self.sink.accounts.coming -= 1
+            self.sink.accounts.coming_tokens -= self.request.num_context_tokens
+
+    def _touch(self) -> None:
+        self.source.touch()
+        self.sink.touch()

@@ -1,0 +1,67 @@
+"""How long an answer will be, learned per SLO class from the answers that ended. Pure.
+
+A histogram over logarithmic lengths, with old answers fading. Two readings: the mean, for times; and a cautious quantile, for KV room.
+The bound is the request's own `max_tokens`; a request that ignores the end token runs exactly to it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from disagg.types import Request
+
+BUCKETS_PER_DOUBLING = 4
+NUM_BUCKETS = 17 * BUCKETS_PER_DOUBLING  # up to 131,072 tokens
+FORGET = 1.0 / 500  # weight that an answer loses with each further one
+UNKNOWN_TOKENS = 512  # expected of a class without answers yet
+UNKNOWN_WEIGHT = 4.0  # of that guess, in answers
+RESERVE_QUANTILE = 0.8
+
+
+class OutputLengths:
+    """Answer lengths of one class."""
+
+    __slots__ = ("_counts", "_mean", "_weight")
+
+    def __init__(self) -> None:
+        self._counts = [0.0] * NUM_BUCKETS
+        self._counts[_bucket(UNKNOWN_TOKENS)] = UNKNOWN_WEIGHT
+        self._weight = UNKNOWN_WEIGHT
+        self._mean = float(UNKNOWN_TOKENS)
+
+    def learn(self, tokens: int) -> None:
+        """An answer ended after `tokens` tokens."""
+        keep = 1.0 - FORGET
+        self._counts = [keep * c for c in self._counts]
+        self._counts[_bucket(tokens)] += 1.0
+        self._weight = keep * self._weight + 1.0
+        self._mean += (tokens - self._mean) / self._weight
+
+    def mean(self, request: Request) -> float:
+        """Further tokens that the answer is expected to have, at least 1."""
+        remaining = request.remaining_tokens
+        if request.sampling.ignore_eos:
+            return max(1, remaining)
+        return min(max(1, remaining), max(1.0, self._mean - len(request.prior_output)))
+
+    def reserve(self, request: Request, generated: int = 0) -> int:
+        """Output tokens to keep room for, `generated` of them there already: few answers run longer."""
+        remaining = max(1, request.remaining_tokens)
+        if request.sampling.ignore_eos:
+            return remaining
+        wanted = self._quantile_above(len(request.prior_output) + generated) - len(request.prior_output)
+        return min(remaining, max(generated + 1, wanted))
+
+    def _quantile_above(self, tokens: int) -> int:
+        """The length that RESERVE_QUANTILE of the answers longer than `tokens` do not exceed."""
+        first = _bucket(tokens + 1)
+        left = sum(self._counts[first:]) * RESERVE_QUANTILE
+        for bucket in range(first, NUM_BUCKETS):
+            left -= self._counts[bucket]
+            if left <= 0 and self._counts[bucket] > 0:
+                return math.ceil(2 ** ((bucket + 1) / BUCKETS_PER_DOUBLING))
+        return 2 * tokens + 16  # longer than anything seen
+
+
+def _bucket(tokens: int) -> int:
+    return min(NUM_BUCKETS - 1, int(math.log2(max(1, tokens)) * BUCKETS_PER_DOUBLING))

@@ -1,0 +1,288 @@
+"""Which pair of workers serves a request: the one that costs least over all requests that it would touch. Pure.
+
+One code path for all modes: disaggregated serving picks from prefill x decode workers, colocated serving is the pair (w, w), adaptive
+serving picks from all pairs. What a pair costs is a sum of regrets (policy/targets.py), each a latency against its request's own target:
+
+    first leg on p      regret of this request's TTFT: the wait there, and its prompt beside what decodes there
+                        + of each request decoding on p: the growth of its TPOT by the prompt's steps
+                        + a little for every step that is longer than those requests' target
+    second leg on d     regret of this request's TPOT beside d's others, prompts there lately included
+                        + of each request decoding on d: the growth of its TPOT by one more
+                        + a little for each too long step that it must expect there
+    p unlike d          the hand-over, spread over the answer
+
+The sum is separable but for the hand-over, so the best pair is found in time P + D. Roles are a preference and no more: a prompt goes to a
+decode worker, or an answer to a prefill worker, when that is cheaper for all concerned by more than `ROLE_BIAS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import nsmallest
+from operator import itemgetter
+
+from disagg.policy.decision import Candidate, Prediction
+from disagg.policy.targets import Targets, regret
+from disagg.policy.worker_book import WorkerBook
+from disagg.types import Mode, Role
+
+LATE_WEIGHT = 0.1  # of a step that is longer than a decoding request's target by that target, against a regret of 1
+ROLE_BIAS = 0.03
+AVOIDED = 1e3  # makes a worker that just failed this request the last choice, but still a choice
+TIE = 0.01  # costs this near to the least are equal, and take turns
+SHORTLIST = 8  # pairs are weighed in full for so many of the least busy workers of each kind
+CROSS_HOST_BYTES_PER_S = 1e9
+HAND_OVER_S = 5e-3  # until it is learned
+
+
+@dataclass(slots=True)
+class Ask:
+    """What one request asks of its workers. `waited_s`: since its arrival. `output_tokens`: expected; `kv_tokens`: to reserve.
+
+    `cached`: context tokens by worker that its prefix cache holds. `moves_kv`: there will be a second token.
+    """
+
+    context_tokens: int
+    output_tokens: float
+    kv_tokens: int
+    box_bytes: int
+    moves_kv: bool
+    targets: Targets
+    waited_s: float
+    avoid: Collection[str] = ()
+    cached: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstLeg:
+    """The prompt on one worker. `wait_s` there, then `prefill_s`; `stall_s` is what each request decoding there loses."""
+
+    worker: WorkerBook
+    cost: float
+    wait_s: float
+    prefill_s: float
+    cached_tokens: int
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SecondLeg:
+    """The answer on one worker, at `tpot_s` per token."""
+
+    worker: WorkerBook
+    cost: float
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A route with what it costs and gives."""
+
+    first: FirstLeg
+    second: SecondLeg
+    cost: float
+    transfer_s: float
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.first.worker is self.second.worker
+
+
+@dataclass(slots=True)
+class Shortage:
+    """Why no pair has room now."""
+
+    reason: str
+
+
+def weigh_first(w: WorkerBook, ask: Ask, now_s: float, extra_s: float = 0.0) -> FirstLeg:
+    """The prompt on `w`, behind what is there and `extra_s` more."""
+    cached = min(ask.cached.get(w.name, 0), ask.context_tokens - 1) if ask.cached else 0
+    tokens = ask.context_tokens - cached
+    wait_s = w.wait_s(now_s) + extra_s
+    prefill_s = w.prefill_s(tokens, cached, now_s) + w.overhead_s
+    cost = regret((ask.waited_s + wait_s + prefill_s) / ask.targets.ttft_scale_s)
+    stall_s = 0.0
+    if w.decodes:
+        steps = -(-tokens // w.chunk_tokens)
+        stall_s = max(0.0, prefill_s - w.overhead_s - steps * w.step_s(now_s))
+        cost += _stall_cost(w, stall_s, steps, now_s)
+    if w.role is Role.DECODE:
+        cost += ROLE_BIAS
+    if w.name in ask.avoid:
+        cost += AVOIDED
+    return FirstLeg(w, cost, wait_s, prefill_s, cached, stall_s)
+
+
+def _stall_cost(w: WorkerBook, stall_s: float, steps: float, now_s: float) -> float:
+    """What a prompt costs those that decode beside it: slower on the mean, and in lumps."""
+    gap_s = w.gap_s(now_s)
+    after_s = gap_s + stall_s / w.mean_output_tokens
+    mixed_s = w.step_s(now_s) + stall_s / steps
+    cost = 0.0
+    for target_s, count in w.accounts.groups.items():
+        cost += count * (regret(after_s / target_s) - regret(gap_s / target_s))
+        cost += count * LATE_WEIGHT * steps * max(0.0, mixed_s / target_s - 1.0)
+    return cost
+
+
+def weigh_second(w: WorkerBook, ask: Ask, now_s: float) -> SecondLeg:
+    """The answer on `w`, beside what is there."""
+    target_s = ask.targets.tpot_scale_s
+    before_s = w.gap_s(now_s)
+    tpot_s = w.gap_s(now_s, 1, ask.context_tokens + 0.5 * ask.output_tokens)
+    cost = regret(tpot_s / target_s)
+    for other_s, count in w.accounts.groups.items():
+        cost += count * (regret(tpot_s / other_s) - regret(before_s / other_s))
+    late_per_s = w.late_per_s(now_s)
+    if late_per_s > 0.0:
+        cost += LATE_WEIGHT * late_per_s * ask.output_tokens * tpot_s
+    if w.role is Role.PREFILL:
+        cost += ROLE_BIAS
+    if w.name in ask.avoid:
+        cost += AVOIDED
+    return SecondLeg(w, cost, tpot_s)
+
+
+def has_source_room(w: WorkerBook, ask: Ask) -> bool:
+    """Outbox room for what will move. A worker that holds nothing is never too small."""
+    held = w.accounts.outbox_bytes
+    return not ask.moves_kv or held == 0 or held + ask.box_bytes <= w.state.outbox_total_bytes
+
+
+def has_sink_room(w: WorkerBook, ask: Ask, *, is_colocated: bool) -> bool:
+    """KV room for context and expected answer, and inbox room when the KV comes from elsewhere."""
+    if not ask.moves_kv and not is_colocated:
+        return True
+    held = w.accounts.inbox_bytes
+    fits_inbox = is_colocated or held == 0 or held + ask.box_bytes <= w.state.inbox_total_bytes
+    return fits_inbox and w.has_kv_room(ask.kv_tokens)
+
+
+class PairWeigher:
+    """Weighs pairs. `hand_over_s`: learned seconds between the first token and the second, beyond a decode step, on one host."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode = mode
+        self.hand_over_s = HAND_OVER_S
+
+    def pairs(
+        self, ask: Ask, workers: Sequence[WorkerBook], now_s: float, extra_s: Mapping[str, float], best: int = 1
+    ) -> list[Pair] | Shortage:
+        """Pairs with room, the one to take first, then up to `best` - 1 by cost; or why there is none. `workers`: live ones, of all roles.
+
+        `extra_s`: seconds of prompts that are meant for a worker but not given yet. Of pairs that are as good as equal, the least
+        recently used is to be taken.
+        """
+        found: list[Pair] = []
+        if self.mode is not Mode.DISAGG:
+            found += self._colocated(ask, self._sources(workers), now_s, extra_s)
+        if self.mode is not Mode.COLOCATED:
+            found += self._apart(ask, workers, now_s, extra_s)
+        if not found:
+            return Shortage(self._shortage(ask, workers))
+        chosen = _fair(found)
+        if best == 1:
+            return [chosen]
+        return [chosen, *[pair for pair in nsmallest(best, found, key=_cost) if pair is not chosen][: best - 1]]
+
+    def _colocated(self, ask: Ask, workers: Sequence[WorkerBook], now_s: float, extra_s: Mapping[str, float]) -> list[Pair]:
+        with_room = [w for w in workers if has_sink_room(w, ask, is_colocated=True)]
+        pairs = []
+        for w in _least_busy(with_room, now_s, ask, extra_s):
+            first = weigh_first(w, ask, now_s, extra_s.get(w.name, 0.0))
+            second = weigh_second(w, ask, now_s)
+            pairs.append(Pair(first, second, first.cost + second.cost, 0.0))
+        return pairs
+
+    def _apart(self, ask: Ask, workers: Sequence[WorkerBook], now_s: float, extra_s: Mapping[str, float]) -> list[Pair]:
+        """Pairs of two workers: the best few first legs with the best few second legs."""
+        sources = [w for w in self._sources(workers) if has_source_room(w, ask)]
+        sinks = [w for w in self._sinks(workers) if has_sink_room(w, ask, is_colocated=False)]
+        if not sources or not sinks:
+            return []
+        firsts = [weigh_first(w, ask, now_s, extra_s.get(w.name, 0.0)) for w in _least_busy(sources, now_s, ask, extra_s)]
+        seconds = [weigh_second(w, ask, now_s) for w in _least_full(sinks, now_s)]
+        firsts.sort(key=lambda leg: (leg.cost, leg.worker.last_used_s))
+        seconds.sort(key=lambda leg: (leg.cost, leg.worker.last_used_s))
+        return [self._pair(ask, first, second) for first in firsts[:4] for second in seconds[:4] if first.worker is not second.worker]
+
+    def _pair(self, ask: Ask, first: FirstLeg, second: SecondLeg) -> Pair:
+        if not ask.moves_kv:
+            return Pair(first, second, first.cost, 0.0)
+        transfer_s = self.hand_over_s
+        if first.worker.host_id != second.worker.host_id:
+            transfer_s += ask.box_bytes / CROSS_HOST_BYTES_PER_S
+        per_token_s = transfer_s / max(1.0, ask.output_tokens - 1)
+        target_s = ask.targets.tpot_scale_s
+        more = regret((second.tpot_s + per_token_s) / target_s) - regret(second.tpot_s / target_s)
+        return Pair(first, second, first.cost + second.cost + more, transfer_s)
+
+    def _sources(self, workers: Sequence[WorkerBook]) -> Sequence[WorkerBook]:
+        return [w for w in workers if w.role is Role.PREFILL] if self.mode is Mode.DISAGG else workers
+
+    def _sinks(self, workers: Sequence[WorkerBook]) -> Sequence[WorkerBook]:
+        return [w for w in workers if w.role is Role.DECODE] if self.mode is Mode.DISAGG else workers
+
+    def _shortage(self, ask: Ask, workers: Sequence[WorkerBook]) -> str:
+        sinks = self._sinks(workers)
+        if not any(w.has_kv_room(ask.kv_tokens) for w in sinks):
+            most = max((w.free_kv_tokens for w in sinks), default=0)
+            return f"no worker has room for {ask.kv_tokens} KV tokens (the emptiest has {max(0, most)})"
+        return "the outboxes or inboxes of all workers are full"
+
+
+def candidate(pair: Pair, ask: Ask, note: str = "") -> Candidate:
+    """The pair as a value for the record."""
+    first = pair.first
+    prediction = Prediction(
+        ttft_s=ask.waited_s + first.wait_s + first.prefill_s,
+        tpot_s=tpot_s(pair, ask),
+        queue_s=ask.waited_s + first.wait_s,
+        prefill_s=first.prefill_s,
+        transfer_s=pair.transfer_s,
+        output_tokens=round(ask.output_tokens),
+        kv_tokens=ask.kv_tokens,
+        cached_tokens=first.cached_tokens,
+    )
+    return Candidate(first.worker.name, pair.second.worker.name, prediction, pair.cost, note)
+
+
+def tpot_s(pair: Pair, ask: Ask) -> float:
+    """Predicted seconds per token after the first, the hand-over spread over them. 0 when there is no second token."""
+    if not ask.moves_kv:
+        return 0.0
+    return pair.second.tpot_s + pair.transfer_s / max(1.0, ask.output_tokens - 1)
+
+
+def _least_busy(workers: Sequence[WorkerBook], now_s: float, ask: Ask, extra_s: Mapping[str, float]) -> Iterable[WorkerBook]:
+    """The workers that could start a prompt soonest, and disturb least; those that hold much of it come too."""
+    if len(workers) <= SHORTLIST:
+        return workers
+    keyed = [(w.wait_s(now_s) + extra_s.get(w.name, 0.0) + 0.05 * w.decodes, w.last_used_s, i) for i, w in enumerate(workers)]
+    chosen = [workers[i] for _, _, i in nsmallest(SHORTLIST, keyed)]
+    if ask.cached:
+        chosen += [w for w in workers if ask.cached.get(w.name, 0) * 4 > ask.context_tokens and w not in chosen][:SHORTLIST]
+    return chosen
+
+
+def _least_full(workers: Sequence[WorkerBook], now_s: float) -> Iterable[WorkerBook]:
+    if len(workers) <= SHORTLIST:
+        return workers
+    keyed = [(w.gap_s(now_s), w.last_used_s, i) for i, w in enumerate(workers)]
+    return [workers[i] for _, _, i in nsmallest(SHORTLIST, keyed, key=itemgetter(0, 1))]
+
+
+def _cost(pair: Pair) -> float:
+    return pair.cost
+
+
+def _fair(pairs: Sequence[Pair]) -> Pair:
+    """The cheapest; of those as good as equally cheap, that of the least recently used workers."""
+    limit = min(pair.cost for pair in pairs)
+    limit += TIE * abs(limit) + 1e-6
+    equal = [pair for pair in pairs if pair.cost <= limit]
+    return min(
+        equal, key=lambda p: (max(p.first.worker.last_used_s, p.second.worker.last_used_s), p.first.worker.name, p.second.worker.name)
+    )

@@ -1,0 +1,116 @@
+"""A worker's speed, learned on line from the steps it reports. Pure.
+
+Two learners on top of each other. The slow one fits the coefficients of `StepCost`: least squares of *relative* errors over the last few
+hundred steps, never negative, and held near the prior where the steps say nothing. Steps with and without prompt tokens are remembered
+apart, so that an hour of decoding doesn't forget what a prompt costs. The fast one is a single factor on all of them: an exponential mean
+of measured over fitted, in logarithms. A worker that turns five times slower is seen by it within 20 steps, long before the slow one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from disagg.policy.step_cost import GENERIC, StepCost
+from disagg.types import StepRecord
+
+FORGET = 1.0 / 300  # weight that a remembered step loses with each further one of its kind
+PRIOR_WEIGHT = 0.5  # of the prior, in steps
+FAST = 0.15  # weight of the newest step in the factor: 20 steps carry 96 %
+EARLY_STEPS = 64  # of which each is remembered; later every fourth one
+SWEEPS = 8
+MAX_RATIO = 20.0  # one step further off than this says no more than this
+_N = 5
+_PAIRS = [(i, j) for i in range(_N) for j in range(i, _N)]
+
+
+class _Memory:
+    """Decayed sums of the normal equations of one kind of step."""
+
+    __slots__ = ("gram", "right")
+
+    def __init__(self) -> None:
+        self.gram = [0.0] * len(_PAIRS)
+        self.right = [0.0] * _N
+
+    def add(self, row: list[float], weight: float) -> None:
+        keep = 1.0 - FORGET
+        products = [x * y for x, y in itertools.combinations_with_replacement(row, 2)]  # in the order of _PAIRS
+        self.gram = [keep * g + weight * product for g, product in zip(self.gram, products, strict=True)]
+        self.right = [keep * b + weight * x for b, x in zip(self.right, row, strict=True)]
+
+
+class StepFit:
+    """The cost of one worker's steps. `num_steps` learned from, the last one reported at `last_s` (monotonic seconds)."""
+
+    __slots__ = ("_cost", "_factor_log", "_mean_row", "_memories", "_prior", "_ridge_tokens", "_scales", "_values", "last_s", "num_steps")
+
+    def __init__(self, prior: StepCost) -> None:
+        self._ridge_tokens = prior.ridge_tokens
+        given = (prior.base_s, prior.over_s, prior.token_s, prior.pair_s, prior.context_s)
+        floor = (GENERIC.base_s, GENERIC.token_s, GENERIC.token_s, GENERIC.pair_s, GENERIC.context_s)
+        # Units in which coefficients are near 1, also where the prior knows nothing of one.
+        self._scales = [max(value, 0.05 * least) for value, least in zip(given, floor, strict=True)]
+        self._prior = [value / scale for value, scale in zip(given, self._scales, strict=True)]
+        self._values = list(self._prior)
+        self._memories = (_Memory(), _Memory())
+        self._mean_row = [0.0] * _N
+        self._factor_log = 0.0
+        self._cost = prior
+        self.num_steps = 0
+        self.last_s = -math.inf
+
+    @property
+    def cost(self) -> StepCost:
+        """As learned so far."""
+        return self._cost
+
+    def add(self, step: StepRecord, now_s: float) -> None:
+        """Learn from one step. One without duration or work teaches nothing."""
+        tokens = step.prefill_tokens + step.decode_requests
+        if step.seconds <= 0 or tokens == 0:
+            return
+        self.last_s = now_s
+        self.num_steps += 1
+        s0, s1, s2, s3, s4 = self._scales
+        row = [s0, s1 * max(0.0, tokens - self._ridge_tokens), s2 * tokens, s3 * step.prefill_pairs, s4 * step.context_tokens]
+        ratio = min(MAX_RATIO, max(1.0 / MAX_RATIO, step.seconds / max(_dot(row, self._values), 1e-9)))
+        surprise = math.log(ratio) - self._factor_log
+        self._factor_log += surprise * max(FAST, 1.0 / self.num_steps)
+        count = self.num_steps
+        if count <= EARLY_STEPS or count % 4 == 0:
+            self._mean_row = [m + (x - m) * FAST for m, x in zip(self._mean_row, row, strict=True)]
+            # A step far from the worker's present speed is a hiccup or a change; only the factor follows at once.
+            weight = 1.0 if abs(surprise) < 0.5 or count < 8 else 0.25
+            self._memories[step.prefill_tokens > 0].add([x / step.seconds for x in row], weight)
+            if count <= 8 or count % (8 if count <= EARLY_STEPS else 64) == 0:
+                self._solve()
+        self._set_cost()
+
+    def _solve(self) -> None:
+        """Non-negative least squares by coordinate descent, from the present values on."""
+        gram = [[0.0] * _N for _ in range(_N)]
+        few, many = self._memories
+        for value, other, (i, j) in zip(few.gram, many.gram, _PAIRS, strict=True):
+            gram[i][j] = gram[j][i] = value + other
+        right = [a + b for a, b in zip(few.right, many.right, strict=True)]
+        for i in range(_N):
+            gram[i][i] += PRIOR_WEIGHT
+            right[i] += PRIOR_WEIGHT * self._prior[i]
+        before_s = _dot(self._mean_row, self._values)
+        values = self._values
+        for _ in range(SWEEPS):
+            for i in range(_N):
+                values[i] = max(0.0, values[i] + (right[i] - _dot(gram[i], values)) / gram[i][i])
+        after_s = _dot(self._mean_row, values)
+        if before_s > 0 and after_s > 0:  # what the coefficients have taken up is no longer the factor's
+            self._factor_log += math.log(before_s / after_s)
+
+    def _set_cost(self) -> None:
+        factor = math.exp(self._factor_log)
+        base, over, token, pair, context = [v * s * factor for v, s in zip(self._values, self._scales, strict=True)]
+        self._cost = StepCost(base, over, token, pair, context, self._ridge_tokens)
+
+
+def _dot(a: list[float], b: list[float]) -> float:
+    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3] + a[4] * b[4]

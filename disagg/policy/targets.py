@@ -1,0 +1,57 @@
+"""What a class asks for, as numbers that can be compared, and how bad a latency is against its target. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from disagg.config import SloClass
+
+# A class without a target still wants to be quick. Against these, and never as a reason to refuse.
+SOFT_TTFT_S = 2.0
+SOFT_TPOT_S = 0.1
+NO_TTFT_DEADLINE_S = 60.0  # in the order of the queue
+KNEE = 0.8  # of a target: from here on a latency is at risk of missing it
+STEEP = 25.0
+MISSED = 1.25  # beyond it the target is lost, and a little more delay hardly matters
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """One class. `ttft_s`/`tpot_s`: None where it has none. `may_reject`: refuse rather than miss."""
+
+    name: str
+    ttft_s: float | None
+    tpot_s: float | None
+    priority: int
+    may_reject: bool
+
+    @classmethod
+    def of(cls, slo: SloClass) -> Targets:
+        """Targets of a topology's class."""
+        return cls(slo.name, slo.ttft_s, slo.tpot_s, slo.priority, slo.if_missed == "reject")
+
+    @classmethod
+    def none(cls, name: str) -> Targets:
+        """A class that asks nothing."""
+        return cls(name, None, None, 0, may_reject=False)
+
+    @property
+    def ttft_scale_s(self) -> float:
+        return self.ttft_s if self.ttft_s is not None else SOFT_TTFT_S
+
+    @property
+    def tpot_scale_s(self) -> float:
+        return self.tpot_s if self.tpot_s is not None else SOFT_TPOT_S
+
+
+def regret(share: float) -> float:
+    """How bad a latency of `share` times its target is: gentle below, steep around the target, flat again once it is lost.
+
+    Gentle, so that among pairs that all meet the target the quicker one wins; steep, so that a pair which might miss loses to any that does
+    not; flat, so that a request that cannot be saved costs no other one its target.
+    """
+    if share <= KNEE:
+        return 0.5 * share
+    if share >= MISSED:
+        return 0.5 * share + STEEP * (MISSED - KNEE) ** 2
+    return 0.5 * share + STEEP * (share - KNEE) ** 2

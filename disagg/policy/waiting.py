@@ -1,0 +1,141 @@
+"""The gateway's queue: who waits, in which order. Pure.
+
+Order: requests that can still meet their class before those that cannot (best effort); then the higher priority; then the earlier TTFT
+deadline; then first come. `oldest` is there so that nothing starves: the dispatcher gives it a turn now and then.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from disagg.policy.decision import Prediction
+from disagg.policy.targets import NO_TTFT_DEADLINE_S, Targets
+from disagg.types import Request
+
+Place = tuple[bool, int, float, int]  # best effort, priority negated, deadline, key
+
+
+@dataclass(slots=True)
+class Waiter:
+    """One request in the queue. `work_s`: seconds of prefill on a typical worker. `is_checked`: admission has
+    looked at it, and `admitted` is what it predicted then."""
+
+    key: int
+    request: Request
+    targets: Targets
+    queued_s: float
+    attempt: int
+    avoid: Collection[str]
+    output_tokens: float
+    reserve_tokens: int
+    work_s: float
+    box_bytes: int
+    cached: dict[str, int] = field(default_factory=dict)
+    is_best_effort: bool = False
+    is_checked: bool = False
+    admitted: Prediction | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where it stands; the least goes first."""
+        wanted_s = self.targets.ttft_s if self.targets.ttft_s is not None else NO_TTFT_DEADLINE_S
+        return (self.is_best_effort, -self.request.priority, self.request.arrival_s + wanted_s, self.key)
+
+
+class WaitingQueue:
+    """Owner of the order. Keys are unique."""
+
+    def __init__(self) -> None:
+        self._places: list[Place] = []
+        self._work_s: list[float] = []  # parallel to _places
+        self._waiters: dict[int, Waiter] = {}  # in order of arrival in the queue
+        self._expiries: list[tuple[float, int]] = []
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._waiters
+
+    def add(self, waiter: Waiter) -> None:
+        """Take in a waiter that is not there."""
+        self._waiters[waiter.key] = waiter
+        self.tokens += waiter.request.num_context_tokens
+        self._place(waiter)
+        if waiter.request.deadline_s is not None:
+            heapq.heappush(self._expiries, (waiter.request.deadline_s, waiter.key))
+
+    def remove(self, key: int) -> Waiter | None:
+        """Take out a waiter; None when it is not there."""
+        waiter = self._waiters.pop(key, None)
+        if waiter is not None:
+            self.tokens -= waiter.request.num_context_tokens
+            self._unplace(waiter)
+        return waiter
+
+    def demote(self, waiter: Waiter) -> None:
+        """From now on it is served as well as may be, after all that can still be in time."""
+        self._unplace(waiter)
+        waiter.is_best_effort = True
+        self._place(waiter)
+
+    def in_order(self) -> Iterator[Waiter]:
+        """All waiters, first to go first. The queue may lose waiters meanwhile."""
+        for place in list(self._places):
+            waiter = self._waiters.get(place[3])
+            if waiter is not None:
+                yield waiter
+
+    def unchecked(self) -> list[Waiter]:
+        """Waiters that admission has not looked at, in order of arrival."""
+        found = []
+        for waiter in reversed(self._waiters.values()):
+            if waiter.is_checked:
+                break
+            found.append(waiter)
+        return found[::-1]
+
+    def oldest(self) -> Waiter | None:
+        """The one that came first."""
+        return next(iter(self._waiters.values()), None)
+
+    def last_new(self) -> Waiter | None:
+        """The one that goes last, retries left out."""
+        places = reversed(self._places)
+        return next((w for place in places if not (w := self._waiters[place[3]]).attempt), None)
+
+    def ahead(self, waiter: Waiter) -> tuple[int, float]:
+        """How many go before `waiter`, and their work in seconds."""
+        index = bisect_left(self._places, waiter.place)
+        return index, math.fsum(self._work_s[:index])
+
+    def expired(self, now_s: float) -> list[Waiter]:
+        """Waiters whose own deadline is over; they stay until removed."""
+        found = []
+        while self._expiries and self._expiries[0][0] <= now_s:
+            _, key = heapq.heappop(self._expiries)
+            if key in self._waiters:
+                found.append(self._waiters[key])
+        return found
+
+    def next_expiry_s(self) -> float | None:
+        """The earliest deadline of a waiter."""
+        while self._expiries and self._expiries[0][1] not in self._waiters:
+            heapq.heappop(self._expiries)
+        return self._expiries[0][0] if self._expiries else None
+
+    def _place(self, waiter: Waiter) -> None:
+        place = waiter.place
+        index = bisect_left(self._places, place)
+        insort(self._places, place)
+        self._work_s.insert(index, waiter.work_s)
+
+    def _unplace(self, waiter: Waiter) -> None:
+        index = bisect_left(self._places, waiter.place)
+        del self._places[index]
+        del self._work_s[index]
