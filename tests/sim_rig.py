@@ -87,7 +87,8 @@ class EagerDispatcher:
         second = self._second[turn % len(self._second)] if self._second else first
         self.granted.add(key)
         record = DecisionRecord(request.request_id, now_s, 0.0, Verdict.GRANTED, "", request.slo_class, 0, 0, 0, None, None, 0)
-        return Grant(key, request, Route(first, second, "in turn"), Prediction(0.0, 0.0), record)
+        nothing = Prediction(0.0, 0.0)
+        return Grant(key, request, Route(first, second, "in turn"), nothing, record, nothing)
 
     def first_token(self, key: int, now_s: float, cached_tokens: int = 0) -> None:
         self._hear("first_token", key)

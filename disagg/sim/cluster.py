@@ -85,7 +85,7 @@ class Simulation:
         self._in_flight_since_s = 0.0
         self._in_flight = 0
         for name, worker in self.workers.items():
-            self._dispatcher.join(name, worker.role, "host", worker.state(), 0.0)
+            self._dispatcher.join(name, worker.role, "host", worker.report(), 0.0)
         for slow in slow_downs:
             self._plan_slow_down(slow)
 
@@ -218,12 +218,12 @@ class Simulation:
         while self._unreported:
             worker = self._unreported.popleft()
             worker.is_due = False
-            self._dispatcher.report(worker.name, worker.state(), now_s)
+            self._dispatcher.report(worker.name, worker.report(), now_s)
         while self._reported and now_s - self._reported[0].reported_s >= self.settings.report_interval_s:
             worker = self._reported.popleft()
             worker.reported_s = now_s
             self._reported.append(worker)
-            self._dispatcher.report(worker.name, worker.state(), now_s)
+            self._dispatcher.report(worker.name, worker.report(), now_s)
         if now_s - self._progress_s >= _PROGRESS_S:
             self._progress_s = now_s
             for key, entry in self._open.items():

@@ -27,7 +27,7 @@ from disagg.engine.simulated_timing import plan_seconds, step_model
 from disagg.sim.agenda import Agenda, Appointment
 from disagg.types import EngineState, StepRecord
 
-_KEPT_RECORDS = 16
+_KEPT_RECORDS = 64
 _RECORDS_OF_RUN = 4
 _STEP_WEIGHT = 0.2  # of the newest step in the smoothed step time, as in the live engine
 
@@ -173,6 +173,7 @@ class SimEngine:
             step_s=self._step_s,
             preemptions=scheduler.preemptions,
             max_step_tokens=scheduler.max_num_batched_tokens,
+            max_running_requests=scheduler.max_num_seqs,
             steps=tuple(self.recent),
         )
 

@@ -81,12 +81,18 @@ class SimWorker:
         self.inbox = Room(agenda, inbox_bytes)
         self.reported_s = 0.0
         self.is_due = False
+        self._told_steps = 0
 
-    def state(self) -> EngineState:
-        """What the live worker would report now."""
+    def report(self) -> EngineState:
+        """What the live worker would report now; of its steps those that the gateway has not heard of."""
+        state = self.engine.state()
+        steps = tuple([s for s in state.steps if s.number > self._told_steps])
+        if steps:
+            self._told_steps = steps[-1].number
         return replace(
-            self.engine.state(),
+            state,
             epoch=self.name,
+            steps=steps,
             outbox_free_bytes=self.outbox.free_bytes,
             outbox_total_bytes=self.outbox.total_bytes,
             inbox_free_bytes=self.inbox.free_bytes,
