@@ -250,8 +250,8 @@ class Transfer:
 class StepRecord:
     """What one engine step did and how long it took; the router learns each worker's speed from these.
 
-    `number` counts an engine's steps. `seconds`: from the step's start to its end, without idling. `prefill_tokens`: prompt tokens computed,
-    and `prefill_pairs` the (query, key) pairs of their attention, n x (cached + (n + 1) / 2) for n tokens after `cached` ones.
+    `number` counts an engine's steps. `seconds`: from the step's start to its end, without idling. `prefill_tokens`: prompt tokens
+    computed, and `prefill_pairs` the (query, key) pairs of their attention, n x (cached + (n + 1) / 2) for n tokens after `cached` ones.
     `decode_requests`: requests that decoded one token, and `context_tokens` the sum of their contexts.
     """
 

@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import xxhash
@@ -25,16 +25,17 @@ from disagg.engine.simulated_model import KvState, Rows, SimulatedModel
 from disagg.engine.simulated_scheduler import Scheduled, Scheduler
 from disagg.engine.simulated_scheduler import Sequence as ScheduledSequence
 from disagg.engine.simulated_settings import check_request, kv_cache_tokens, simulated_layout
-from disagg.engine.simulated_timing import plan_seconds, step_model
+from disagg.engine.simulated_timing import plan_record, plan_seconds, step_model
 from disagg.errors import DisaggError, EngineError, LayoutMismatchError, TransferCorruptError
 from disagg.kv.api import InboxEntry, OutboxEntry
 from disagg.kv.layout import KvLayout
-from disagg.types import Chunk, EngineState, FinishReason, Prefilled, Request, Token
+from disagg.types import Chunk, EngineState, FinishReason, Prefilled, Request, StepRecord, Token
 
 log = logging.getLogger(__name__)
 
 _MAX_LAG_S = 0.05  # a loop that is later than this against its clock gives the rest up, instead of rushing to catch up
 _STEP_WEIGHT = 0.2  # of the newest step in the smoothed step time
+RECORDED_STEPS = 32  # the latest, for the router; reports come more often than so many steps
 
 
 @dataclass(slots=True, eq=False)
@@ -146,6 +147,7 @@ class SimulatedEngine:
         self._task: asyncio.Task[None] | None = None
         self._dead = asyncio.Event()
         self._step_s = 0.0
+        self._records: deque[StepRecord] = deque(maxlen=RECORDED_STEPS)
         self.num_steps = 0
 
     @property
@@ -196,6 +198,9 @@ class SimulatedEngine:
             total_kv_tokens=scheduler.capacity_tokens,
             step_s=self._step_s,
             preemptions=scheduler.preemptions,
+            max_step_tokens=self.settings.max_num_batched_tokens,
+            max_running_requests=self.settings.max_num_seqs,
+            steps=tuple(self._records),
         )
 
     async def close(self) -> None:
@@ -273,12 +278,14 @@ class SimulatedEngine:
                 if not plan:
                     raise EngineError("requests wait, and none of them can run")
                 duration_s = self._duration_s(plan)
+                record = plan_record(plan, self.num_steps, 0.0)
                 results = self._compute(plan)
                 due = max(due, began - _MAX_LAG_S) + duration_s
                 await asyncio.sleep(max(0.0, due - clock()))
                 self._publish(results)
                 self.num_steps += 1
                 took_s = clock() - began
+                self._records.append(replace(record, seconds=took_s))
                 self._step_s += (took_s - self._step_s) * (_STEP_WEIGHT if self._step_s else 1.0)
         except Exception as error:
             log.exception("engine %s failed in a step", self.name)

@@ -9,6 +9,7 @@ from disagg.engine.simulated_scheduler import Scheduled
 from disagg.perf.hardware import find_device
 from disagg.perf.roofline import PrefillChunk, StepModel
 from disagg.perf.shapes import find_shape
+from disagg.types import StepRecord
 
 
 def step_model(settings: SimulatedSettings) -> StepModel:
@@ -27,3 +28,17 @@ def plan_seconds(model: StepModel, plan: Iterable[Scheduled]) -> float:
         else:
             chunks.append(PrefillChunk(item.num_tokens, cached))
     return model.step_s(chunks, num_decodes, context_tokens)
+
+
+def plan_record(plan: Iterable[Scheduled], number: int, seconds: float) -> StepRecord:
+    """What one planned step does, before `num_computed` is moved on; it took `seconds`."""
+    prefill_tokens, pairs, num_decodes, context_tokens = 0, 0.0, 0, 0
+    for item in plan:
+        cached = item.sequence.num_computed
+        if item.num_tokens == 1 and cached:
+            num_decodes += 1
+            context_tokens += cached + 1
+        else:
+            prefill_tokens += item.num_tokens
+            pairs += item.num_tokens * (cached + (item.num_tokens + 1) / 2)
+    return StepRecord(number, seconds, prefill_tokens, pairs, num_decodes, context_tokens)

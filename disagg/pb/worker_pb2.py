@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64isagg/pb/worker.proto\x12\tdisagg.v1\"#\n\rAttachRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"w\n\tStepFrame\x12\x1f\n\x05hello\x18\x01 \x01(\x0b\x32\x10.disagg.v1.Hello\x12\x1f\n\x05state\x18\x02 \x01(\x0b\x32\x10.disagg.v1.State\x12(\n\x08requests\x18\x03 \x03(\x0b\x32\x16.disagg.v1.RequestStep\"\xb2\x01\n\x05Hello\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x32\n\tendpoints\x18\x04 \x03(\x0b\x32\x1f.disagg.v1.Hello.EndpointsEntry\x12\x13\n\x0bheartbeat_s\x18\x05 \x01(\x01\x1a\x30\n\x0e\x45ndpointsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb2\x01\n\x0bRequestStep\x12\x13\n\x0brequest_key\x18\x01 \x01(\t\x12$\n\x06tokens\x18\x02 \x03(\x0b\x32\x14.disagg.v1.StepToken\x12\x0e\n\x06\x66inish\x18\x03 \x01(\r\x12\r\n\x05\x65rror\x18\x04 \x01(\x0c\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x32\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x19.disagg.v1.PromptLogprobs\"_\n\x0ePromptLogprobs\x12\r\n\x05width\x18\x01 \x01(\r\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x14\n\x08logprobs\x18\x03 \x03(\x02\x42\x02\x10\x01\x12\x11\n\x05ranks\x18\x04 \x03(\rB\x02\x10\x01\"o\n\tStepToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12&\n\x03top\x18\x03 \x03(\x0b\x32\x19.disagg.v1.StepTopLogprob\x12\x0c\n\x04rank\x18\x04 \x01(\rB\n\n\x08_logprob\"-\n\x0eStepTopLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"\x95\x02\n\x05State\x12\x18\n\x10waiting_requests\x18\x01 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x02 \x01(\x04\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\x16\n\x0e\x66ree_kv_tokens\x18\x04 \x01(\x04\x12\x17\n\x0ftotal_kv_tokens\x18\x05 \x01(\x04\x12\x0e\n\x06step_s\x18\x06 \x01(\x01\x12\x19\n\x11outbox_free_bytes\x18\x07 \x01(\x04\x12\x1a\n\x12outbox_total_bytes\x18\x08 \x01(\x04\x12\x18\n\x10inbox_free_bytes\x18\t \x01(\x04\x12\x19\n\x11inbox_total_bytes\x18\n \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0b \x01(\x04\"\xc3\x01\n\x0eRequestMessage\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x18\n\x0cprior_output\x18\x03 \x03(\rB\x02\x10\x01\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.disagg.v1.SamplingMessage\x12\x11\n\tslo_class\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\t\"\xfa\x04\n\x0fSamplingMessage\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\n \x01(\x01\x12\x1a\n\x0estop_token_ids\x18\x0b \x03(\rB\x02\x10\x01\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x15\n\x08logprobs\x18\r \x01(\x05H\x01\x88\x01\x01\x12\x1d\n\x11logprob_token_ids\x18\x0e \x03(\rB\x02\x10\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0f \x01(\x05H\x02\x88\x01\x01\x12=\n\nlogit_bias\x18\x10 \x03(\x0b\x32).disagg.v1.SamplingMessage.LogitBiasEntry\x12+\n\tbad_words\x18\x11 \x03(\x0b\x32\x18.disagg.v1.TokenSequence\x12\x1d\n\x11\x61llowed_token_ids\x18\x12 \x03(\rB\x02\x10\x01\x12.\n\tstructure\x18\x13 \x01(\x0b\x32\x1b.disagg.v1.StructureMessage\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\" \n\rTokenSequence\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xe7\x01\n\x10StructureMessage\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\x16\n\x0e\x61ny_whitespace\x18\x03 \x01(\x08\x12\x1d\n\x15\x61\x64\x64itional_properties\x18\x04 \x01(\x08\x12\x1f\n\x12whitespace_pattern\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\x1c\n\x0freasoning_ended\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12\x16\n\x0ereasoning_json\x18\x07 \x01(\tB\x15\n\x13_whitespace_patternB\x12\n\x10_reasoning_ended\"\xa7\x02\n\x0fTransferMessage\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rsource_worker\x18\x03 \x01(\t\x12\x14\n\x0csource_epoch\x18\x04 \x01(\t\x12\x16\n\x0esource_host_id\x18\x05 \x01(\t\x12I\n\x10source_endpoints\x18\x06 \x03(\x0b\x32/.disagg.v1.TransferMessage.SourceEndpointsEntry\x12\x12\n\nnum_tokens\x18\x07 \x01(\r\x12\x12\n\ntoken_hash\x18\x08 \x01(\t\x1a\x36\n\x14SourceEndpointsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8a\x01\n\x0bPrefillCall\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12*\n\x07request\x18\x02 \x01(\x0b\x32\x19.disagg.v1.RequestMessage\x12,\n\x08transfer\x18\x03 \x01(\x0b\x32\x1a.disagg.v1.TransferMessage\x12\r\n\x05\x65poch\x18\x04 \x01(\t\"\x8e\x01\n\x0cPrefillReply\x12#\n\x05\x66irst\x18\x01 \x01(\x0b\x32\x14.disagg.v1.StepToken\x12\x0e\n\x06\x66inish\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x32\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x19.disagg.v1.PromptLogprobs\"\\\n\tFetchCall\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12,\n\x08transfer\x18\x02 \x01(\x0b\x32\x1a.disagg.v1.TransferMessage\x12\r\n\x05\x65poch\x18\x03 \x01(\t\"\x0c\n\nFetchReply\"\xc9\x01\n\tStartCall\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x13\n\x0brequest_key\x18\x02 \x01(\t\x12*\n\x07request\x18\x03 \x01(\x0b\x32\x19.disagg.v1.RequestMessage\x12,\n\x08transfer\x18\x04 \x01(\x0b\x32\x1a.disagg.v1.TransferMessage\x12*\n\tprefilled\x18\x05 \x01(\x0b\x32\x17.disagg.v1.PrefillReply\x12\r\n\x05\x65poch\x18\x06 \x01(\t\"\x0c\n\nStartReply\"5\n\nCancelCall\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x13\n\x0brequest_key\x18\x02 \x01(\t\"\r\n\x0b\x43\x61ncelReply\"O\n\x0bReleaseCall\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12,\n\x08transfer\x18\x02 \x01(\x0b\x32\x1a.disagg.v1.TransferMessage\"\x0e\n\x0cReleaseReply2\xe1\x02\n\x06Worker\x12:\n\x06\x41ttach\x12\x18.disagg.v1.AttachRequest\x1a\x14.disagg.v1.StepFrame0\x01\x12:\n\x07Prefill\x12\x16.disagg.v1.PrefillCall\x1a\x17.disagg.v1.PrefillReply\x12\x34\n\x05\x46\x65tch\x12\x14.disagg.v1.FetchCall\x1a\x15.disagg.v1.FetchReply\x12\x34\n\x05Start\x12\x14.disagg.v1.StartCall\x1a\x15.disagg.v1.StartReply\x12\x37\n\x06\x43\x61ncel\x12\x15.disagg.v1.CancelCall\x1a\x16.disagg.v1.CancelReply\x12:\n\x07Release\x12\x16.disagg.v1.ReleaseCall\x1a\x17.disagg.v1.ReleaseReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x64isagg/pb/worker.proto\x12\tdisagg.v1\"#\n\rAttachRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\"w\n\tStepFrame\x12\x1f\n\x05hello\x18\x01 \x01(\x0b\x32\x10.disagg.v1.Hello\x12\x1f\n\x05state\x18\x02 \x01(\x0b\x32\x10.disagg.v1.State\x12(\n\x08requests\x18\x03 \x03(\x0b\x32\x16.disagg.v1.RequestStep\"\xb2\x01\n\x05Hello\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x32\n\tendpoints\x18\x04 \x03(\x0b\x32\x1f.disagg.v1.Hello.EndpointsEntry\x12\x13\n\x0bheartbeat_s\x18\x05 \x01(\x01\x1a\x30\n\x0e\x45ndpointsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb2\x01\n\x0bRequestStep\x12\x13\n\x0brequest_key\x18\x01 \x01(\t\x12$\n\x06tokens\x18\x02 \x03(\x0b\x32\x14.disagg.v1.StepToken\x12\x0e\n\x06\x66inish\x18\x03 \x01(\r\x12\r\n\x05\x65rror\x18\x04 \x01(\x0c\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x32\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x19.disagg.v1.PromptLogprobs\"_\n\x0ePromptLogprobs\x12\r\n\x05width\x18\x01 \x01(\r\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x14\n\x08logprobs\x18\x03 \x03(\x02\x42\x02\x10\x01\x12\x11\n\x05ranks\x18\x04 \x03(\rB\x02\x10\x01\"o\n\tStepToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12&\n\x03top\x18\x03 \x03(\x0b\x32\x19.disagg.v1.StepTopLogprob\x12\x0c\n\x04rank\x18\x04 \x01(\rB\n\n\x08_logprob\"-\n\x0eStepTopLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"\xf9\x02\n\x05State\x12\x18\n\x10waiting_requests\x18\x01 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x02 \x01(\x04\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\x16\n\x0e\x66ree_kv_tokens\x18\x04 \x01(\x04\x12\x17\n\x0ftotal_kv_tokens\x18\x05 \x01(\x04\x12\x0e\n\x06step_s\x18\x06 \x01(\x01\x12\x19\n\x11outbox_free_bytes\x18\x07 \x01(\x04\x12\x1a\n\x12outbox_total_bytes\x18\x08 \x01(\x04\x12\x18\n\x10inbox_free_bytes\x18\t \x01(\x04\x12\x19\n\x11inbox_total_bytes\x18\n \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0b \x01(\x04\x12\x17\n\x0fmax_step_tokens\x18\x0c \x01(\r\x12\x1c\n\x14max_running_requests\x18\r \x01(\r\x12+\n\x05steps\x18\x0e \x03(\x0b\x32\x1c.disagg.v1.StepRecordMessage\"\x94\x01\n\x11StepRecordMessage\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x16\n\x0eprefill_tokens\x18\x03 \x01(\r\x12\x15\n\rprefill_pairs\x18\x04 \x01(\x01\x12\x17\n\x0f\x64\x65\x63ode_requests\x18\x05 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\x04\"\xc3\x01\n\x0eRequestMessage\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1c\n\x10prompt_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x18\n\x0cprior_output\x18\x03 \x03(\rB\x02\x10\x01\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.disagg.v1.SamplingMessage\x12\x11\n\tslo_class\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x12\n\ncache_salt\x18\x07 \x01(\t\"\xfa\x04\n\x0fSamplingMessage\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\n \x01(\x01\x12\x1a\n\x0estop_token_ids\x18\x0b \x03(\rB\x02\x10\x01\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x15\n\x08logprobs\x18\r \x01(\x05H\x01\x88\x01\x01\x12\x1d\n\x11logprob_token_ids\x18\x0e \x03(\rB\x02\x10\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0f \x01(\x05H\x02\x88\x01\x01\x12=\n\nlogit_bias\x18\x10 \x03(\x0b\x32).disagg.v1.SamplingMessage.LogitBiasEntry\x12+\n\tbad_words\x18\x11 \x03(\x0b\x32\x18.disagg.v1.TokenSequence\x12\x1d\n\x11\x61llowed_token_ids\x18\x12 \x03(\rB\x02\x10\x01\x12.\n\tstructure\x18\x13 \x01(\x0b\x32\x1b.disagg.v1.StructureMessage\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\" \n\rTokenSequence\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xe7\x01\n\x10StructureMessage\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\x16\n\x0e\x61ny_whitespace\x18\x03 \x01(\x08\x12\x1d\n\x15\x61\x64\x64itional_properties\x18\x04 \x01(\x08\x12\x1f\n\x12whitespace_pattern\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\x1c\n\x0freasoning_ended\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12\x16\n\x0ereasoning_json\x18\x07 \x01(\tB\x15\n\x13_whitespace_patternB\x12\n\x10_reasoning_ended\"\xa7\x02\n\x0fTransferMessage\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rsource_worker\x18\x03 \x01(\t\x12\x14\n\x0csource_epoch\x18\x04 \x01(\t\x12\x16\n\x0esource_host_id\x18\x05 \x01(\t\x12I\n\x10source_endpoints\x18\x06 \x03(\x0b\x32/.disagg.v1.TransferMessage.SourceEndpointsEntry\x12\x12\n\nnum_tokens\x18\x07 \x01(\r\x12\x12\n\ntoken_hash\x18\x08 \x01(\t\x1a\x36\n\x14SourceEndpointsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8a\x01\n\x0bPrefillCall\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12*\n\x07request\x18\x02 \x01(\x0b\x32\x19.disagg.v1.RequestMessage\x12,\n\x08transfer\x18\x03 \x01(\x0b\x32\x1a.disagg.v1.TransferMessage\x12\r\n\x05\x65poch\x18\x04 \x01(\t\"\x8e\x01\n\x0cPrefillReply\x12#\n\x05\x66irst\x18\x01 \x01(\x0b\x32\x14.disagg.v1.StepToken\x12\x0e\n\x06\x66inish\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x32\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x19.disagg.v1.PromptLogprobs\"\\\n\tFetchCall\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12,\n\x08transfer\x18\x02 \x01(\x0b\x32\x1a.disagg.v1.TransferMessage\x12\r\n\x05\x65poch\x18\x03 \x01(\t\"\x0c\n\nFetchReply\"\xc9\x01\n\tStartCall\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x13\n\x0brequest_key\x18\x02 \x01(\t\x12*\n\x07request\x18\x03 \x01(\x0b\x32\x19.disagg.v1.RequestMessage\x12,\n\x08transfer\x18\x04 \x01(\x0b\x32\x1a.disagg.v1.TransferMessage\x12*\n\tprefilled\x18\x05 \x01(\x0b\x32\x17.disagg.v1.PrefillReply\x12\r\n\x05\x65poch\x18\x06 \x01(\t\"\x0c\n\nStartReply\"5\n\nCancelCall\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x13\n\x0brequest_key\x18\x02 \x01(\t\"\r\n\x0b\x43\x61ncelReply\"O\n\x0bReleaseCall\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12,\n\x08transfer\x18\x02 \x01(\x0b\x32\x1a.disagg.v1.TransferMessage\"\x0e\n\x0cReleaseReply2\xe1\x02\n\x06Worker\x12:\n\x06\x41ttach\x12\x18.disagg.v1.AttachRequest\x1a\x14.disagg.v1.StepFrame0\x01\x12:\n\x07Prefill\x12\x16.disagg.v1.PrefillCall\x1a\x17.disagg.v1.PrefillReply\x12\x34\n\x05\x46\x65tch\x12\x14.disagg.v1.FetchCall\x1a\x15.disagg.v1.FetchReply\x12\x34\n\x05Start\x12\x14.disagg.v1.StartCall\x1a\x15.disagg.v1.StartReply\x12\x37\n\x06\x43\x61ncel\x12\x15.disagg.v1.CancelCall\x1a\x16.disagg.v1.CancelReply\x12:\n\x07Release\x12\x16.disagg.v1.ReleaseCall\x1a\x17.disagg.v1.ReleaseReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -72,41 +72,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPTOPLOGPROB']._serialized_start=767
   _globals['_STEPTOPLOGPROB']._serialized_end=812
   _globals['_STATE']._serialized_start=815
-  _globals['_STATE']._serialized_end=1092
-  _globals['_REQUESTMESSAGE']._serialized_start=1095
-  _globals['_REQUESTMESSAGE']._serialized_end=1290
-  _globals['_SAMPLINGMESSAGE']._serialized_start=1293
-  _globals['_SAMPLINGMESSAGE']._serialized_end=1927
-  _globals['_SAMPLINGMESSAGE_LOGITBIASENTRY']._serialized_start=1837
-  _globals['_SAMPLINGMESSAGE_LOGITBIASENTRY']._serialized_end=1885
-  _globals['_TOKENSEQUENCE']._serialized_start=1929
-  _globals['_TOKENSEQUENCE']._serialized_end=1961
-  _globals['_STRUCTUREMESSAGE']._serialized_start=1964
-  _globals['_STRUCTUREMESSAGE']._serialized_end=2195
-  _globals['_TRANSFERMESSAGE']._serialized_start=2198
-  _globals['_TRANSFERMESSAGE']._serialized_end=2493
-  _globals['_TRANSFERMESSAGE_SOURCEENDPOINTSENTRY']._serialized_start=2439
-  _globals['_TRANSFERMESSAGE_SOURCEENDPOINTSENTRY']._serialized_end=2493
-  _globals['_PREFILLCALL']._serialized_start=2496
-  _globals['_PREFILLCALL']._serialized_end=2634
-  _globals['_PREFILLREPLY']._serialized_start=2637
-  _globals['_PREFILLREPLY']._serialized_end=2779
-  _globals['_FETCHCALL']._serialized_start=2781
-  _globals['_FETCHCALL']._serialized_end=2873
-  _globals['_FETCHREPLY']._serialized_start=2875
-  _globals['_FETCHREPLY']._serialized_end=2887
-  _globals['_STARTCALL']._serialized_start=2890
-  _globals['_STARTCALL']._serialized_end=3091
-  _globals['_STARTREPLY']._serialized_start=3093
-  _globals['_STARTREPLY']._serialized_end=3105
-  _globals['_CANCELCALL']._serialized_start=3107
-  _globals['_CANCELCALL']._serialized_end=3160
-  _globals['_CANCELREPLY']._serialized_start=3162
-  _globals['_CANCELREPLY']._serialized_end=3175
-  _globals['_RELEASECALL']._serialized_start=3177
-  _globals['_RELEASECALL']._serialized_end=3256
-  _globals['_RELEASEREPLY']._serialized_start=3258
-  _globals['_RELEASEREPLY']._serialized_end=3272
-  _globals['_WORKER']._serialized_start=3275
-  _globals['_WORKER']._serialized_end=3628
+  _globals['_STATE']._serialized_end=1192
+  _globals['_STEPRECORDMESSAGE']._serialized_start=1195
+  _globals['_STEPRECORDMESSAGE']._serialized_end=1343
+  _globals['_REQUESTMESSAGE']._serialized_start=1346
+  _globals['_REQUESTMESSAGE']._serialized_end=1541
+  _globals['_SAMPLINGMESSAGE']._serialized_start=1544
+  _globals['_SAMPLINGMESSAGE']._serialized_end=2178
+  _globals['_SAMPLINGMESSAGE_LOGITBIASENTRY']._serialized_start=2088
+  _globals['_SAMPLINGMESSAGE_LOGITBIASENTRY']._serialized_end=2136
+  _globals['_TOKENSEQUENCE']._serialized_start=2180
+  _globals['_TOKENSEQUENCE']._serialized_end=2212
+  _globals['_STRUCTUREMESSAGE']._serialized_start=2215
+  _globals['_STRUCTUREMESSAGE']._serialized_end=2446
+  _globals['_TRANSFERMESSAGE']._serialized_start=2449
+  _globals['_TRANSFERMESSAGE']._serialized_end=2744
+  _globals['_TRANSFERMESSAGE_SOURCEENDPOINTSENTRY']._serialized_start=2690
+  _globals['_TRANSFERMESSAGE_SOURCEENDPOINTSENTRY']._serialized_end=2744
+  _globals['_PREFILLCALL']._serialized_start=2747
+  _globals['_PREFILLCALL']._serialized_end=2885
+  _globals['_PREFILLREPLY']._serialized_start=2888
+  _globals['_PREFILLREPLY']._serialized_end=3030
+  _globals['_FETCHCALL']._serialized_start=3032
+  _globals['_FETCHCALL']._serialized_end=3124
+  _globals['_FETCHREPLY']._serialized_start=3126
+  _globals['_FETCHREPLY']._serialized_end=3138
+  _globals['_STARTCALL']._serialized_start=3141
+  _globals['_STARTCALL']._serialized_end=3342
+  _globals['_STARTREPLY']._serialized_start=3344
+  _globals['_STARTREPLY']._serialized_end=3356
+  _globals['_CANCELCALL']._serialized_start=3358
+  _globals['_CANCELCALL']._serialized_end=3411
+  _globals['_CANCELREPLY']._serialized_start=3413
+  _globals['_CANCELREPLY']._serialized_end=3426
+  _globals['_RELEASECALL']._serialized_start=3428
+  _globals['_RELEASECALL']._serialized_end=3507
+  _globals['_RELEASEREPLY']._serialized_start=3509
+  _globals['_RELEASEREPLY']._serialized_end=3523
+  _globals['_WORKER']._serialized_start=3526
+  _globals['_WORKER']._serialized_end=3879
 # @@protoc_insertion_point(module_scope)

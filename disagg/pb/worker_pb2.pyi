@@ -92,7 +92,7 @@ class StepTopLogprob(_message.Message):
     def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class State(_message.Message):
-    __slots__ = ("waiting_requests", "waiting_tokens", "running_requests", "free_kv_tokens", "total_kv_tokens", "step_s", "outbox_free_bytes", "outbox_total_bytes", "inbox_free_bytes", "inbox_total_bytes", "preemptions")
+    __slots__ = ("waiting_requests", "waiting_tokens", "running_requests", "free_kv_tokens", "total_kv_tokens", "step_s", "outbox_free_bytes", "outbox_total_bytes", "inbox_free_bytes", "inbox_total_bytes", "preemptions", "max_step_tokens", "max_running_requests", "steps")
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,9 @@ class State(_message.Message):
     INBOX_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     INBOX_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     waiting_requests: int
     waiting_tokens: int
     running_requests: int
@@ -115,7 +118,26 @@ class State(_message.Message):
     inbox_free_bytes: int
     inbox_total_bytes: int
     preemptions: int
-    def __init__(self, waiting_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., free_kv_tokens: _Optional[int] = ..., total_kv_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., outbox_free_bytes: _Optional[int] = ..., outbox_total_bytes: _Optional[int] = ..., inbox_free_bytes: _Optional[int] = ..., inbox_total_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    max_step_tokens: int
+    max_running_requests: int
+    steps: _containers.RepeatedCompositeFieldContainer[StepRecordMessage]
+    def __init__(self, waiting_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., free_kv_tokens: _Optional[int] = ..., total_kv_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., outbox_free_bytes: _Optional[int] = ..., outbox_total_bytes: _Optional[int] = ..., inbox_free_bytes: _Optional[int] = ..., inbox_total_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepRecordMessage, _Mapping]]] = ...) -> None: ...
+
+class StepRecordMessage(_message.Message):
+    __slots__ = ("number", "seconds", "prefill_tokens", "prefill_pairs", "decode_requests", "context_tokens")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    seconds: float
+    prefill_tokens: int
+    prefill_pairs: float
+    decode_requests: int
+    context_tokens: int
+    def __init__(self, number: _Optional[int] = ..., seconds: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., prefill_pairs: _Optional[float] = ..., decode_requests: _Optional[int] = ..., context_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestMessage(_message.Message):
     __slots__ = ("request_id", "prompt_token_ids", "prior_output", "sampling", "slo_class", "priority", "cache_salt")

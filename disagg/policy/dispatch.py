@@ -87,7 +87,7 @@ class Dispatcher:
             book.is_live = False
 
     def report(self, name: str, state: EngineState, now_s: float) -> None:
-        """A worker's latest state; `state.steps` holds only steps that were not reported before. Unknown is fine."""
+        """A worker's latest state; steps that it has told of before do not count twice. Unknown is fine."""
         book = self._workers.get(name)
         if book is not None:
             book.report(state, now_s, self._tpot_s)
@@ -255,7 +255,7 @@ class Dispatcher:
     # ---- grants
 
     def _grant(self, workers: Sequence[WorkerBook], now_s: float) -> tuple[list[Grant], list[Refusal]]:
-        """Give prompts to workers that are about to run dry. One meant for a busy worker is held back, and counts as work before later ones."""
+        """Give prompts to workers that are about to run dry. One meant for a busy worker waits on, and counts as work before later ones."""
         grants: list[Grant] = []
         refusals: list[Refusal] = []
         held_s: dict[str, float] = {}

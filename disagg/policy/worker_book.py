@@ -67,6 +67,7 @@ class WorkerBook:
         self.overhead_s = 0.0  # learned: what a first token takes beyond the engine's own steps
         self.foreign_requests = 0  # of other gateways
         self.pool_pace_s = 0.0  # seconds of a reference step on a typical worker of the pool; 0: not known
+        self._last_step = -1
         self._duty = 0.0
         self._late_per_s = 0.0
         self._learned_s = now_s
@@ -81,14 +82,16 @@ class WorkerBook:
         ours = self.accounts.prefills + self.accounts.decodes
         self.foreign_requests = max(0, state.running_requests + state.waiting_requests - ours)
         self.touch()
-        if not state.steps:
+        steps = [step for step in state.steps if step.number > self._last_step]
+        if not steps:
             return
+        self._last_step = steps[-1].number
         self.heard_s = now_s
-        for step in state.steps:
+        for step in steps:
             self.fit.add(step, now_s)
         lost_s, late = 0.0, 0.0
         cost = self.fit.cost
-        for step in state.steps:
+        for step in steps:
             if step.prefill_tokens:
                 lost_s += max(0.0, step.seconds - _decode_step_s(cost, step))
                 late += max(0.0, step.seconds / tpot_s - 1.0)

@@ -36,6 +36,8 @@ class Attachment:
         self._requests: dict[str, asyncio.Task[None]] = {}
         self._ended: DisaggError | None = None
         self._state_due_s = 0.0
+        self._is_poked = False
+        self._last_step = -1  # number of the latest engine step that this gateway was told of
 
     def start(self, key: str, chunks: AsyncGenerator[Chunk, None]) -> None:
         """Run a request; its steps go to this gateway under `key`."""
@@ -77,27 +79,44 @@ class Attachment:
             endpoints=dict(address.endpoints),
             heartbeat_s=self._heartbeat_s,
         )
-        return pb.StepFrame(hello=hello, state=wire.state_to_wire(self._worker.state()))
+        return pb.StepFrame(hello=hello, state=self._state())
+
+    def poke(self) -> None:
+        """Something that the gateway should hear of has happened: the next frame goes out as soon as a state is due."""
+        self._is_poked = True
+        self._wake.set()
 
     async def next_frame(self) -> pb.StepFrame:
         """The steps since the last frame, or after `heartbeat_s` without any just the state. Raises what `end` was given."""
-        if not self._pending and self._ended is None:
+        while not self._pending and self._ended is None:
+            until_due_s = self._state_due_s - time.monotonic()
+            if until_due_s <= 0 and (self._is_poked or self._state_due_s == 0.0):
+                break
             self._wake.clear()
             try:
-                async with asyncio.timeout(self._heartbeat_s):
+                async with asyncio.timeout(until_due_s if self._is_poked else self._heartbeat_s):
                     await self._wake.wait()
             except TimeoutError:
-                self._state_due_s = 0.0
+                break
         if self._ended is not None and not self._pending:
             raise self._ended
         steps, self._pending = self._pending, []
         frame = pb.StepFrame(requests=steps)
         now_s = time.monotonic()
-        if now_s >= self._state_due_s:
+        if not steps or now_s >= self._state_due_s:
             self._state_due_s = now_s + STATE_INTERVAL_S
-            frame.state.CopyFrom(wire.state_to_wire(self._worker.state()))
+            self._is_poked = False
+            frame.state.CopyFrom(self._state())
             self._worker.renew(self.gateway_id)
         return frame
+
+    def _state(self) -> pb.State:
+        """The worker's state with the steps since the last one."""
+        state = self._worker.state()
+        message = wire.state_to_wire(state, self._last_step)
+        if state.steps:
+            self._last_step = state.steps[-1].number
+        return message
 
     async def _pump(self, key: str, chunks: AsyncGenerator[Chunk, None]) -> None:
         """One request from start to end. Never raises: its end is a step."""

@@ -15,6 +15,7 @@ from disagg.types import (
     PromptLogprobs,
     Request,
     Sampling,
+    StepRecord,
     Structure,
     StructureKind,
     Token,
@@ -218,13 +219,20 @@ _STATE_FIELDS = (
     "inbox_free_bytes",
     "inbox_total_bytes",
     "preemptions",
+    "max_step_tokens",
+    "max_running_requests",
 )
+_STEP_FIELDS = ("number", "seconds", "prefill_tokens", "prefill_pairs", "decode_requests", "context_tokens")
 
 
-def state_to_wire(state: EngineState) -> pb.State:
-    """The epoch travels once, in the hello."""
-    return pb.State(**{name: getattr(state, name) for name in _STATE_FIELDS})
+def state_to_wire(state: EngineState, after_step: int = -1) -> pb.State:
+    """With the steps numbered above `after_step`. The epoch travels once, in the hello."""
+    steps = [pb.StepRecordMessage(**{name: getattr(s, name) for name in _STEP_FIELDS}) for s in state.steps if s.number > after_step]
+    return pb.State(steps=steps, **{name: getattr(state, name) for name in _STATE_FIELDS})
 
 
 def state_from_wire(m: pb.State, epoch: str) -> EngineState:
-    return EngineState(epoch=epoch, **{name: getattr(m, name) for name in _STATE_FIELDS})
+    steps = tuple(
+        [StepRecord(s.number, s.seconds, s.prefill_tokens, s.prefill_pairs, s.decode_requests, s.context_tokens) for s in m.steps]
+    )
+    return EngineState(epoch=epoch, steps=steps, **{name: getattr(m, name) for name in _STATE_FIELDS})

@@ -128,9 +128,12 @@ class _Servicer(worker_pb2_grpc.WorkerServicer):
 
     async def Prefill(self, call: pb.PrefillCall, context: Any) -> pb.PrefillReply:  # noqa: N802
         async def run() -> pb.PrefillReply:
-            self._check(call.gateway_id, call.epoch)
+            attachment = self._check(call.gateway_id, call.epoch)
             request, transfer = wire.request_from_wire(call.request), wire.transfer_from_wire(call.transfer)
-            return wire.prefilled_to_wire(await self._worker.prefill(request, transfer, call.gateway_id))
+            try:
+                return wire.prefilled_to_wire(await self._worker.prefill(request, transfer, call.gateway_id))
+            finally:
+                attachment.poke()
 
         return await _answered(run, context)
 
