@@ -26,8 +26,13 @@ from disagg.errors import ConfigError
 Frame = tuple[str, int, int, int]  # transfer id, first block, number of blocks, xxh3_64 of their bytes
 
 
-def layer_bytes(cache: torch.Tensor) -> torch.Tensor:
-    """A byte view [num_blocks, block_bytes] of one layer's cache [num_blocks, ...], without a copy.
+WORD_BYTES = 8
+
+
+def layer_words(cache: torch.Tensor) -> torch.Tensor:
+    """A view [num_blocks, block_words] of one layer's cache [num_blocks, ...], without a copy, in words of 8 bytes.
+
+    Words, because torch's indexed copies go element by element: single bytes take six times as long.
 
     Raises ConfigError when a block's bytes are not one contiguous run (a cache layout that interleaves layers or blocks by head).
     """
@@ -41,13 +46,19 @@ def layer_bytes(cache: torch.Tensor) -> torch.Tensor:
             value=f"shape {tuple(cache.shape)}, strides {cache.stride()}",
             expected="a block-compact cache layout (layers and blocks outermost)",
         )
+    if block_elements * cache.element_size() % WORD_BYTES or cache.stride(0) * cache.element_size() % WORD_BYTES:
+        raise ConfigError(
+            key="engine.args.block_size",
+            value=f"{block_elements * cache.element_size()} bytes a block",
+            expected=f"blocks of a multiple of {WORD_BYTES} bytes",
+        )
     rows = cache.as_strided((cache.shape[0], block_elements), (cache.stride(0), 1))
-    return rows.view(torch.uint8)
+    return rows.view(torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheBlocks:
-    """All layers of one rank's cache as byte rows: `layers[i]` is [num_blocks, block_bytes]."""
+    """All layers of one rank's cache: `layers[i]` is [num_blocks, block_words]."""
 
     layers: tuple[torch.Tensor, ...]
 
@@ -63,7 +74,7 @@ class CacheBlocks:
                     value=name,
                     expected="a decoder model with full attention in every layer",
                 )
-            rows.setdefault(cache.data_ptr(), layer_bytes(cache))
+            rows.setdefault(cache.data_ptr(), layer_words(cache))
         layers = tuple(rows.values())
         if len({layer.shape for layer in layers}) != 1:
             shapes = sorted({tuple(layer.shape) for layer in layers})
@@ -73,7 +84,7 @@ class CacheBlocks:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of one layer."""
-        return int(self.layers[0].shape[1])
+        return int(self.layers[0].shape[1]) * WORD_BYTES
 
     @property
     def slab_bytes(self) -> int:
@@ -85,13 +96,13 @@ class CacheBlocks:
         return bool(self.layers[0].device.type == "cpu")
 
     def gather(self, block_ids: Sequence[int], out: torch.Tensor) -> None:
-        """Cache -> `out` [len(block_ids), layers, block_bytes]."""
+        """Cache -> `out` [len(block_ids), layers, block_words]."""
         index = _index(block_ids, self.layers[0].device)
         for i, layer in enumerate(self.layers):
             out[:, i].copy_(_rows(layer, index), non_blocking=True)
 
     def scatter(self, block_ids: Sequence[int], source: torch.Tensor) -> None:
-        """`source` [len(block_ids), layers, block_bytes] -> cache."""
+        """`source` [len(block_ids), layers, block_words] -> cache."""
         index = _index(block_ids, self.layers[0].device)
         for i, layer in enumerate(self.layers):
             if isinstance(index, slice):
@@ -142,15 +153,15 @@ class RankBoxes:
         num_blocks = -(-copy.num_tokens // block_tokens)
         end = copy.offset + (self._rank + 1) * num_blocks * self._cache.slab_bytes
         inside = copy.offset >= 0 and end <= box.numel()
-        return bool(inside and 0 < len(copy.block_ids) <= num_blocks - copy.first_block)
+        return bool(inside and copy.offset % WORD_BYTES == 0 and 0 < len(copy.block_ids) <= num_blocks - copy.first_block)
 
     def _entry(self, box: torch.Tensor, copy: Copy, block_tokens: int) -> tuple[torch.Tensor, int]:
-        """The copy's blocks in `box` as [blocks, layers, block_bytes], and their byte offset in the box."""
+        """The copy's blocks in `box` as words [blocks, layers, block_words], and their byte offset in the box."""
         rank_bytes = -(-copy.num_tokens // block_tokens) * self._cache.slab_bytes
         start = copy.offset + self._rank * rank_bytes + copy.first_block * self._cache.slab_bytes
         n = len(copy.block_ids)
         flat = box[start : start + n * self._cache.slab_bytes]
-        return flat.view(n, len(self._cache.layers), self._cache.block_bytes), start
+        return flat.view(torch.int64).view(n, len(self._cache.layers), -1), start
 
     def load(self, copies: Sequence[Copy], block_tokens: int) -> None:
         """Inbox -> cache, before the step's forward pass."""
