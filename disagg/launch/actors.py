@@ -227,11 +227,11 @@ class GatewayActor:
         except Exception as error:
             log.exception("the gateway could not start")
             raise EngineError(f"the gateway could not start: {type(error).__name__}: {error}") from error
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            await self._find_workers()
+        await self._find_workers()
         return self._gateway
 
     async def _find_workers(self) -> None:
+        """Those that an earlier life of this gateway had; on the first start there are none yet."""
         for name, role, actor_name in self._plan.workers:
             with contextlib.suppress(ValueError):
                 await self.watch(name, role, await asyncio.to_thread(ray.get_actor, actor_name, self._plan.namespace))

@@ -50,13 +50,17 @@ def _silent(line: str) -> None:
 
 
 class Deployment:
-    """A running topology. Made by `up` or `find`, ended by `down`."""
+    """A running topology. Made by `up` or `find`, ended by `down`.
 
-    def __init__(self, session: RaySession, name: str, gateway: ActorHandle, endpoint: str) -> None:
+    Keep the one that `up` made as long as it is to run: Ray ends actors whose handles are all gone, unless they are detached.
+    """
+
+    def __init__(self, session: RaySession, name: str, gateway: ActorHandle, endpoint: str, workers: Sequence[ActorHandle] = ()) -> None:
         self.session = session
         self.name = name
         self.endpoint = endpoint
         self._gateway = gateway
+        self._workers = workers
 
     @classmethod
     def up(
@@ -148,9 +152,9 @@ class _Start:
         gateway = self._start_gateway(specs)
         endpoint: str = _call(gateway.endpoint.remote(), GATEWAY_TIMEOUT_S, "the gateway")
         self.progress(f"gateway listens at {endpoint}")
-        self._start_workers(specs, bundles, gateway)
+        workers = self._start_workers(specs, bundles, gateway)
         _call(gateway.wait_joined.remote(), self._left_s(), "the gateway")
-        return Deployment(self.session, self.name, gateway, endpoint)
+        return Deployment(self.session, self.name, gateway, endpoint, workers)
 
     def _reserve(self, specs: Sequence[WorkerSpec]) -> dict[str, _Bundle]:
         """Placement groups, and each worker's place in them."""
@@ -181,8 +185,9 @@ class _Start:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         return self._actor(GatewayActor, GATEWAY, scheduling_strategy=here, num_cpus=0).remote(plan)
 
-    def _start_workers(self, specs: Sequence[WorkerSpec], bundles: dict[str, _Bundle], gateway: ActorHandle) -> None:
+    def _start_workers(self, specs: Sequence[WorkerSpec], bundles: dict[str, _Bundle], gateway: ActorHandle) -> list[ActorHandle]:
         """Start them, a few at a time, and hand each to the gateway once it serves."""
+        started: list[ActorHandle] = []
         placed = deque(with_cores(specs, {spec.name: bundles[spec.name].node_id for spec in specs}))
         limit = STARTS_PER_NODE * len({bundle.node_id for bundle in bundles.values()})
         loading: dict[Any, tuple[str, ActorHandle, float]] = {}
@@ -200,7 +205,9 @@ class _Start:
                 worker, handle, since_s = loading.pop(ref)
                 report: WorkerReport = _call(ref, CALL_TIMEOUT_S, f"worker {worker}")
                 _call(gateway.watch.remote(worker, report.role, handle), CALL_TIMEOUT_S, "the gateway")
+                started.append(handle)
                 self.progress(f"worker {worker} ready after {time.monotonic() - since_s:.1f} s")
+        return started
 
     def _some_done(self, loading: dict[Any, tuple[str, ActorHandle, float]]) -> list[Any]:
         while True:
