@@ -20,12 +20,13 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *COMMON_OPTIONS,
     ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),
 )
 
 
 def keepalive_options(timeout_s: float) -> tuple[tuple[str, int], ...]:
-    """Pings that find a dead peer host (which sends no reset) within `timeout_s`."""
-    half_ms = max(500, int(timeout_s * 500))
-    return (("grpc.keepalive_time_ms", half_ms), ("grpc.keepalive_timeout_ms", half_ms), ("grpc.keepalive_permit_without_calls", 1))
+    """Pings by which a worker finds that a gateway's host died without a reset. (A gateway finds a worker's by missing heartbeats.)"""
+    return (
+        ("grpc.keepalive_time_ms", int(timeout_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(timeout_s * 2000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+    )
