@@ -26,12 +26,21 @@ from disagg.types import Chunk, EngineState, KvAddress, Prefilled, Request, Tran
 
 log = logging.getLogger(__name__)
 
+STALL_S = 300.0  # an engine that has work and shows no progress for so long is wedged; far above any single step
+
 
 class LocalWorker:
     """Owns everything that it is given, and ends it in `close`. Build it with `serving.start.start_worker`."""
 
     def __init__(
-        self, engine: Engine, outbox: Outbox, inbox: Inbox, carriers: Sequence[Carrier], address: KvAddress, boxes: Sequence[Box] = ()
+        self,
+        engine: Engine,
+        outbox: Outbox,
+        inbox: Inbox,
+        carriers: Sequence[Carrier],
+        address: KvAddress,
+        boxes: Sequence[Box] = (),
+        stall_s: float = STALL_S,
     ) -> None:
         self.engine = engine
         self.outbox = outbox
@@ -40,6 +49,10 @@ class LocalWorker:
         self._address = address
         self._boxes = boxes
         self._closed = False
+        self._stall_s = stall_s
+        self._stalled = False
+        self._num_running = 0  # engine calls under way
+        self._num_events = 0  # their starts, chunks and ends: what shows that the engine works
 
     @property
     def address(self) -> KvAddress:
@@ -54,12 +67,17 @@ class LocalWorker:
         """Names this life of the worker's process."""
         return self._address.epoch
 
+    @property
+    def is_alive(self) -> bool:
+        """False once the engine died or got stuck."""
+        return self.engine.is_alive and not self._stalled
+
     async def prefill(self, request: Request, transfer: Transfer, owner: str = "") -> Prefilled:
         """See Worker. With `max_tokens` reached or an end token first, the entry is released: nobody will fetch it."""
         _check_tokens(request, transfer)
         try:
             entry = await self.outbox.open(transfer, owner)
-            with self._lost_when_dead():
+            with self._engine_call():
                 prefilled = await self.engine.prefill(request, entry)
         except BaseException:
             self.outbox.release(transfer.transfer_id)
@@ -110,10 +128,20 @@ class LocalWorker:
         )
 
     async def wait_dead(self) -> None:
-        """Returns when the engine has died (not when it was closed by `close`)."""
-        await self.engine.wait_dead()
-        if self._closed:
-            await asyncio.Event().wait()
+        """Returns when the engine has died, was closed, or is stuck: it has work, and nothing at all has come of it for `stall_s`."""
+        died = asyncio.ensure_future(self.engine.wait_dead())
+        try:
+            while not died.done():
+                seen = self._num_events
+                await asyncio.wait({died}, timeout=self._stall_s)
+                if not died.done() and self._num_running and self._num_events == seen:
+                    log.error(
+                        "worker %s: its engine has %d requests and did nothing for %.0f s", self.name, self._num_running, self._stall_s
+                    )
+                    self._stalled = True
+                    return
+        finally:
+            died.cancel()
 
     async def close(self) -> None:
         """End the engine, the transfers, the carriers and the boxes. Idempotent."""
@@ -134,20 +162,26 @@ class LocalWorker:
         self.inbox.assert_empty()
 
     async def _relay(self, chunks: Chunks) -> AsyncGenerator[Chunk, None]:
-        with self._lost_when_dead():
+        with self._engine_call():
             async with aclosing(chunks) as stream:
                 async for chunk in stream:
+                    self._num_events += 1
                     yield chunk
 
     @contextlib.contextmanager
-    def _lost_when_dead(self) -> Iterator[None]:
-        """An engine's error after which it is dead is the worker's loss: another worker may serve the request."""
+    def _engine_call(self) -> Iterator[None]:
+        """Count a call under way. An engine's error after which it is dead is the worker's loss: another worker may serve the request."""
+        self._num_running += 1
+        self._num_events += 1
         try:
             yield
         except EngineError as error:
             if self.engine.is_alive:
                 raise
             raise WorkerLostError(f"worker {self.name} lost its engine: {error.message}", worker=self.name) from error
+        finally:
+            self._num_running -= 1
+            self._num_events += 1
 
 
 def _check_tokens(request: Request, transfer: Transfer) -> None:

@@ -74,7 +74,7 @@ class WorkerServer:
         return self.worker.epoch
 
     async def wait_dead(self) -> None:
-        """Returns when the engine has died: the process should be replaced."""
+        """Returns when the engine has died or is stuck: the process should be replaced."""
         await self.worker.wait_dead()
 
     async def close(self, grace_s: float = 0.0) -> None:
@@ -87,7 +87,7 @@ class WorkerServer:
     async def _end_streams_when_dead(self) -> None:
         """Gateways learn of an engine's death from the end of their streams."""
         await self.worker.wait_dead()
-        log.error("worker %s: its engine died", self.worker.name)
+        log.error("worker %s lost its engine", self.worker.name)
         await self._servicer.close(WorkerLostError(f"worker {self.worker.name} lost its engine", worker=self.worker.name))
 
 
@@ -174,7 +174,7 @@ class _Servicer(worker_pb2_grpc.WorkerServicer):
         name = self._worker.name
         if epoch != self._worker.epoch:
             raise WorkerLostError(f"worker {name} lives in epoch {self._worker.epoch}, not {epoch}", worker=name)
-        if not self._worker.engine.is_alive:
+        if not self._worker.is_alive:
             raise WorkerLostError(f"worker {name} lost its engine", worker=name)
         attachment = self._attachments.get(gateway_id)
         if attachment is None or attachment.has_ended:

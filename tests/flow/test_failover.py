@@ -115,6 +115,23 @@ async def test_engine_that_dies_takes_only_its_worker_with_it() -> None:
         c.coordinator.assert_empty()
 
 
+async def test_engine_that_is_stuck_loses_its_worker() -> None:
+    """It lives and answers, but its steps do not end."""
+    async with cluster(prefill=2, check_empty=False, speed=20) as c:
+        stuck = c.workers["prefill-0"]
+        stuck.worker._stall_s = 0.5
+        stuck._watch.cancel()
+        stuck._watch = asyncio.create_task(stuck._end_streams_when_dead())
+        await c.ask_right(c.request())
+        await asyncio.sleep(1.2)
+        assert stuck.worker.is_alive  # idle is not stuck
+        c.engine("prefill-0").slow_factor = 1e9
+        answers = await asyncio.gather(*(c.ask_right(c.request()) for _ in range(4)))
+        assert any(a.run.attempts > 1 for a in answers)
+        assert not stuck.worker.is_alive
+        assert [w.name for w in c.pool.view(time.monotonic()).prefill_workers] == ["prefill-1"]
+
+
 async def test_silent_worker_is_lost_after_the_timeout() -> None:
     """The connection stands, but nothing comes any more."""
     async with cluster(decode=2, admission={"worker_timeout_s": 1.0}, check_empty=False, **SLOW) as c:
