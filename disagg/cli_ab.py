@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from disagg.cli_up import SET_HELP, overrides_of
+
 if TYPE_CHECKING:
     from disagg.ab.out import OutFolder
     from disagg.ab.progress import RunProgress
@@ -31,7 +33,7 @@ def ab(
     ),
     rounds: int | None = typer.Option(None, "--rounds", min=1, max=100, help="Rounds of both arms; default: the workload's."),
     seed: int | None = typer.Option(None, "--seed", help="Seed of due times, lengths and prompts; default: the workload's."),
-    settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Override a key of the topology, dotted; repeatable."),
+    settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help=SET_HELP),
     colocated_chunk: int | None = typer.Option(
         None, "--colocated-chunk", help="Tokens per engine step (prefill chunk) of the colocated arm; default: the topology's."
     ),
@@ -52,7 +54,7 @@ def ab(
     from disagg.config import load_topology
     from disagg.launch.session import RaySession
 
-    loaded = load_topology(topology, parse_settings(settings))
+    loaded = load_topology(topology, overrides_of(settings))
     stays_up = address is None and can_be_resident(arm_topologies(loaded)) if resident is None else resident
     comparison = compare(loaded, load_workload(workload), resident=stays_up, rounds=rounds, seed=seed, colocated_chunk=colocated_chunk)
     folder = OutFolder(out)
@@ -85,21 +87,3 @@ async def _run(comparison: Comparison, session: RaySession, base_dir: Path, fold
         return await run_ab(comparison, source, folder, progress)
     finally:
         await source.close()
-
-
-def parse_settings(settings: list[str]) -> dict[str, Any]:
-    """`["kv.carrier=grpc"]` as {"kv.carrier": "grpc"}; values are read as YAML. Raises ConfigError."""
-    import yaml
-
-    from disagg.errors import ConfigError
-
-    found = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not key or not equals:
-            raise ConfigError(key="--set", value=setting, expected="KEY=VALUE, for example kv.carrier=grpc")
-        try:
-            found[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(key=f"--set {key}", value=value, expected="a value that YAML can read") from error
-    return found
