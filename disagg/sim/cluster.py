@@ -161,12 +161,19 @@ class Simulation:
         return Request(
             request_id=str(outcome.index),
             prompt_token_ids=(0,) * outcome.request.input_tokens,
-            sampling=Sampling(max_tokens=outcome.request.output_tokens, ignore_eos=True),
+            sampling=self._sampling(outcome.request),
             slo_class=slo_class.name,
             priority=slo_class.priority,
             arrival_s=outcome.received_s,
             deadline_s=outcome.sent_s + self.settings.timeout_s,
         )
+
+    def _sampling(self, request: TraceRequest) -> Sampling:
+        most = self.settings.max_tokens
+        if most is None:
+            return Sampling(max_tokens=request.output_tokens, ignore_eos=True)
+        room = self._model.max_model_len - request.input_tokens
+        return Sampling(max_tokens=max(request.output_tokens, min(most, room)))
 
     def _deadline(self, key: int) -> None:
         entry = self._open.pop(key, None)
@@ -291,6 +298,7 @@ class Simulation:
         outcome.output_tokens = outcome.request.output_tokens
         outcome.last_token_s = self._agenda.now_s + self.settings.network_s
         outcome.way_back_s = 2 * self.settings.network_s
+        self._dispatcher.progress(attempt.key, outcome.output_tokens, self._agenda.now_s)
         self._dispatcher.end(attempt.key, self._agenda.now_s, is_whole=True)
         self._finish(outcome, "completed")
         self._decide_soon()

@@ -14,7 +14,8 @@ class SimSettings:
     `network_s`: one message one way, client to gateway and gateway to worker. `link_bandwidth`: bytes/s of one worker's link, each way
     (50e9: 400 Gb/s); `link_latency_s`: from the last byte sent to the transfer complete. `kv_bytes_per_token`: on the wire; None takes the
     model's own. `report_interval_s`: how old a worker's state may get at the gateway. `timeout_s`: each request's deadline.
-    `prefix_block_tokens`: tokens per prefix identity of the trace; 0 turns prefix caches off.
+    `prefix_block_tokens`: tokens per prefix identity of the trace; 0 turns prefix caches off. `max_tokens`: what every request asks for at
+    most, while its answer ends where the trace says: the router has to guess; None tells it each answer's length, as `ignore_eos` does.
     """
 
     network_s: float = 0.5e-3
@@ -24,6 +25,7 @@ class SimSettings:
     report_interval_s: float = 0.1
     timeout_s: float = 120.0
     prefix_block_tokens: int = 0
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("link_bandwidth", "report_interval_s", "timeout_s"):
