@@ -146,7 +146,7 @@ class AdmissionSettings(_Strict):
     by_slo: bool = True
     max_queued_requests: PositiveInt = 512
     max_queued_tokens: PositiveInt = 2_000_000
-    max_prefills_per_worker: PositiveInt = 2
+    max_prefills_per_worker: PositiveInt = 16
     max_attempts: PositiveInt = 3
     worker_timeout_s: Annotated[float, Field(gt=0)] = 10.0
 

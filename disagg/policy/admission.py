@@ -1,91 +1,43 @@
-"""May a request enter now, wait, or not at all? Pure; every answer says why.
+"""May a request enter the gateway's queue? Pure; every refusal says why, with the predictions that it rests on.
 
-decide -> Admit(route)          room now, and nobody waits who goes before it
-       -> Queue                 room later
-       -> Reject(retry_after)   the queue is full
-       raises InvalidRequestError when no worker could ever hold it
+check_fits     raises InvalidRequestError when no live worker could ever hold the request
+why_not        None, or why no pair is predicted to meet the class's targets
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from disagg.config import AdmissionSettings
 from disagg.errors import InvalidRequestError
-from disagg.policy.router import DEFAULT_PREFILL_S_PER_TOKEN, NoRoute, pick
-from disagg.policy.view import PoolView, QueueView
-from disagg.types import Mode, Request, Route
+from disagg.policy.decision import Candidate
+from disagg.policy.outlook import Outlook
+from disagg.policy.router import Ask, Pair, candidate, tpot_s
+from disagg.policy.worker_book import WorkerBook
+from disagg.types import Mode, ModelInfo, Request
 
-MIN_RETRY_AFTER_S = 1.0
-MAX_RETRY_AFTER_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Admit:
-    """Start on `route`."""
-
-    route: Route
-
-    @property
-    def reason(self) -> str:
-        return self.route.reason
+ADMIT_BELOW = 0.95  # of the TTFT target: a prediction nearer to it is about as likely to miss it
+MIN_RETRY_S = 0.5
+MAX_RETRY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Queue:
-    """Wait at the gateway. `no_worker`: for a worker to come, not for one to finish."""
-
-    reason: str
-    no_worker: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Reject:
-    """Refuse; the same request may be admitted after `retry_after_s`."""
+class WhyNot:
+    """Why a request may not enter. `candidates`: the best pairs, with the predictions that are too high."""
 
     reason: str
     retry_after_s: float
+    candidates: tuple[Candidate, ...] = ()
 
 
-def decide(
-    request: Request, view: PoolView, queue: QueueView, settings: AdmissionSettings, now_s: float, avoid: Container[str] = ()
-) -> Admit | Queue | Reject:
-    """Admit, queue or reject a request that just came. Raises InvalidRequestError when it is larger than any worker."""
-    check_fits(request, view)
-    if request.deadline_s is not None and request.deadline_s <= now_s:
-        return Reject("its deadline is over", retry_after_s(view, queue))
-    if queue.ahead == 0:
-        choice = pick(request, view, settings, avoid)
-        if isinstance(choice, Route):
-            return Admit(choice)
-    else:
-        choice = NoRoute(f"{queue.ahead} requests go before it", no_worker=view.missing_role is not None)
-    if queue.requests >= settings.max_queued_requests:
-        return Reject(f"{choice.reason}, and {queue.requests} requests wait already", retry_after_s(view, queue))
-    if queue.requests and queue.tokens + request.num_context_tokens > settings.max_queued_tokens:
-        return Reject(f"{choice.reason}, and {queue.tokens} prompt tokens wait already", retry_after_s(view, queue))
-    return Queue(choice.reason, choice.no_worker)
-
-
-def retry_after_s(view: PoolView, queue: QueueView) -> float:
-    """When the queue of now will have been prefilled, by the speed learned so far; between 1 and 60 s."""
-    speeds = [w.prefill_s_per_token or DEFAULT_PREFILL_S_PER_TOKEN for w in view.prefill_workers]
-    if not speeds:
-        return MIN_RETRY_AFTER_S
-    tokens = queue.tokens + sum(w.waiting_tokens for w in view.prefill_workers)
-    tokens_per_s = sum(1.0 / s for s in speeds)
-    return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, tokens / tokens_per_s))
-
-
-def check_fits(request: Request, view: PoolView) -> None:
+def check_fits(request: Request, mode: Mode, model: ModelInfo, sources: Sequence[WorkerBook], sinks: Sequence[WorkerBook]) -> None:
     """Raise InvalidRequestError when no live worker could hold the request even if it were alone there.
 
     Nothing is said of a pool without live workers.
     """
     context = request.num_context_tokens
     whole = context + max(0, request.remaining_tokens)
-    largest = max((w.state.total_kv_tokens for w in view.decode_workers), default=0)
+    largest = max((w.state.total_kv_tokens for w in sinks), default=0)
     if largest and context > largest:
         expected = f"at most {largest} tokens, the largest KV cache of a worker"
         raise InvalidRequestError(field="prompt", value=f"{context} tokens", expected=expected)
@@ -95,15 +47,14 @@ def check_fits(request: Request, view: PoolView) -> None:
             value=request.sampling.max_tokens,
             expected=f"at most {largest - request.num_prompt_tokens} with this prompt (the largest KV cache of a worker: {largest} tokens)",
         )
-    if request.remaining_tokens > 1 and view.mode is Mode.DISAGG:
-        _check_boxes(context, view)
+    if request.remaining_tokens > 1 and mode is Mode.DISAGG:
+        _check_boxes(context, model.kv_bytes_per_token, sources, sinks)
 
 
-def _check_boxes(context: int, view: PoolView) -> None:
-    per_token = view.model.kv_bytes_per_token
+def _check_boxes(context: int, per_token: int, sources: Sequence[WorkerBook], sinks: Sequence[WorkerBook]) -> None:
     for box, sizes in (
-        ("outbox", [w.state.outbox_total_bytes for w in view.prefill_workers]),
-        ("inbox", [w.state.inbox_total_bytes for w in view.decode_workers]),
+        ("outbox", [w.state.outbox_total_bytes for w in sources]),
+        ("inbox", [w.state.inbox_total_bytes for w in sinks]),
     ):
         largest = max(sizes, default=0)
         if largest and context * per_token > largest:
@@ -112,3 +63,59 @@ def _check_boxes(context: int, view: PoolView) -> None:
                 value=f"{context} tokens",
                 expected=f"at most {largest // per_token} tokens: the largest {box} of a worker holds {largest} bytes (kv.{box}_gib)",
             )
+
+
+def foreseen(pair: Pair, ask: Ask, ahead: Outlook) -> Candidate:
+    """The pair's prediction for a request that starts at its turn rather than now."""
+    later_s = max(0.0, ahead.start_s - pair.first.wait_s)
+    found = candidate(pair, ask)
+    p = found.prediction
+    prediction = type(p)(
+        p.ttft_s + later_s, p.tpot_s, p.queue_s + later_s, p.prefill_s, p.transfer_s, p.output_tokens, p.kv_tokens, p.cached_tokens
+    )
+    return Candidate(found.prefill, found.decode, prediction, found.cost, _note(ask, prediction.ttft_s, prediction.tpot_s))
+
+
+def why_not(ask: Ask, pairs: Sequence[Pair], ahead: Outlook, prefill_s: float) -> WhyNot | None:
+    """Whether some pair meets the targets. `pairs`: with room now (may be none); `prefill_s`: on a typical worker."""
+    targets = ask.targets
+    if targets.ttft_s is None and targets.tpot_s is None:
+        return None
+    seen = tuple(foreseen(pair, ask, ahead) for pair in pairs)
+    if any(not c.note for c in seen):
+        return None
+    first_s = min((c.prediction.ttft_s for c in seen), default=ask.waited_s + ahead.start_s + prefill_s)
+    # A pair that has no place for it now will have one when an answer there ends; that wait is in the outlook already.
+    per_token_s = min((tpot_s(pair, ask) for pair in pairs), default=0.0) if ahead.place_s == 0.0 else 0.0
+    late_s = first_s - ADMIT_BELOW * targets.ttft_s if targets.ttft_s is not None else 0.0
+    is_slow = targets.tpot_s is not None and per_token_s > targets.tpot_s
+    if late_s <= 0.0 and not is_slow:
+        return None
+    return WhyNot(_reason(ask, first_s, per_token_s, late_s > 0.0, is_slow), retry_after(late_s), seen)
+
+
+def retry_after(late_s: float) -> float:
+    """When a request that would be `late_s` too late now may be in time: work that stands before it is done by then."""
+    return min(MAX_RETRY_S, max(MIN_RETRY_S, late_s))
+
+
+def _note(ask: Ask, ttft_s: float, per_token_s: float) -> str:
+    targets, notes = ask.targets, []
+    if targets.ttft_s is not None and ttft_s > ADMIT_BELOW * targets.ttft_s:
+        notes.append(f"TTFT {_ms(ttft_s)} of {_ms(targets.ttft_s)}")
+    if targets.tpot_s is not None and per_token_s > targets.tpot_s:
+        notes.append(f"TPOT {_ms(per_token_s)} of {_ms(targets.tpot_s)}")
+    return ", ".join(notes)
+
+
+def _reason(ask: Ask, first_s: float, per_token_s: float, is_late: bool, is_slow: bool) -> str:
+    targets, parts = ask.targets, []
+    if is_late and targets.ttft_s is not None:
+        parts.append(f"a first token after {_ms(first_s)} (target {_ms(targets.ttft_s)})")
+    if is_slow and targets.tpot_s is not None:
+        parts.append(f"{_ms(per_token_s)} per token (target {_ms(targets.tpot_s)})")
+    return f"class {targets.name} cannot be met: the best pair gives {' and '.join(parts)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms"

@@ -8,7 +8,7 @@ open -> first_token   the prompt's place                       (source)   and th
 
 from __future__ import annotations
 
-from disagg.policy.pairs import Ask, Pair
+from disagg.policy.router import Ask, Pair
 from disagg.policy.worker_book import WorkerBook
 from disagg.types import Request
 
@@ -44,6 +44,7 @@ class Booking:
         self._is_unseen = holds_kv
         self._is_coming = ask.moves_kv
         self._is_decoding = False
+        self._context_tokens = 0  # booked as decoding
         self._open(now_s)
 
     def _open(self, now_s: float) -> None:
@@ -80,8 +81,11 @@ class Booking:
         if self._is_coming:
             self._leave_coming()
             a = self.sink.accounts
+            if not a.decodes:
+                self.sink.heard_s = now_s  # it had nothing to say before
             a.decodes += 1
-            a.context_tokens += self.request.num_context_tokens
+            self._context_tokens = self.request.num_context_tokens + self.output_tokens
+            a.context_tokens += self._context_tokens
             a.output_tokens += self._expected_output
             a.groups[self._target_s] = a.groups.get(self._target_s, 0) + 1
             self._is_decoding = True
@@ -111,6 +115,7 @@ class Booking:
             return False
         self.output_tokens = output_tokens
         if self._is_decoding:
+            self._context_tokens += more
             self.sink.accounts.context_tokens += more
             self.sink.heard_s = now_s
         return self._moves_kv and output_tokens > self._reserved_output
@@ -140,7 +145,7 @@ class Booking:
         if self._is_decoding:
             a.decodes -= 1
             a.output_tokens -= self._expected_output
-            a.context_tokens -= self.request.num_context_tokens + self.output_tokens - 1
+            a.context_tokens -= self._context_tokens
             a.groups[self._target_s] -= 1
             if not a.groups[self._target_s]:
                 del a.groups[self._target_s]

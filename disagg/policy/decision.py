@@ -38,7 +38,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A pair that was weighed. `cost`: lower is better (policy/pairs.py says in what); `note`: what speaks against it, if anything."""
+    """A pair that was weighed. `cost`: lower is better (policy/router.py says in what); `note`: what speaks against it, if anything."""
 
     prefill: str
     decode: str

@@ -21,14 +21,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from disagg.config import AdmissionSettings, SloClass
+from disagg.policy.admission import MIN_RETRY_S, check_fits, foreseen, retry_after, why_not
 from disagg.policy.booking import Booking
 from disagg.policy.decision import Candidate, DecisionRecord, Decisions, Grant, Refusal, Verdict
-from disagg.policy.entry import MIN_RETRY_S, check_fits, foreseen, retry_after, why_not
 from disagg.policy.outlook import SPARE_BELOW, outlook
 from disagg.policy.outputs import OutputLengths
-from disagg.policy.pairs import Ask, Pair, PairWeigher, Shortage, candidate
+from disagg.policy.router import Ask, Pair, Router, Shortage, candidate
 from disagg.policy.step_cost import GENERIC, StepCost
 from disagg.policy.targets import SOFT_TPOT_S, Targets
+from disagg.policy.view import missing_role
 from disagg.policy.waiting import Waiter, WaitingQueue
 from disagg.policy.worker_book import WorkerBook, pace_s
 from disagg.types import EngineState, Mode, ModelInfo, Request, Role, Route
@@ -66,7 +67,7 @@ class Dispatcher:
         self._workers: dict[str, WorkerBook] = {}
         self._waiting = WaitingQueue()
         self._bookings: dict[int, Booking] = {}
-        self._weigher = PairWeigher(mode)
+        self._router = Router(mode)
         self._keys = itertools.count(1)
         self._grants = 0
         self._typical = next(iter(self._priors.values()), GENERIC)
@@ -131,6 +132,14 @@ class Dispatcher:
         """Requests in the queue."""
         return len(self._waiting)
 
+    def full(self, more: int, now_s: float) -> tuple[str, float] | None:
+        """Why `more` further requests would overfill the queue, and when to try again; None when they may come."""
+        if not len(self._waiting) or len(self._waiting) + more <= self._admission.max_queued_requests:
+            return None
+        last = self._waiting.last_new()
+        retry_s = self._retry_s(last, now_s) if last is not None else MIN_RETRY_S
+        return f"{len(self._waiting)} requests with {self._waiting.tokens} prompt tokens wait already", retry_s
+
     def decide(self, now_s: float) -> Decisions:
         """Grants and refusals as of now. Call it after each event, and at `wake_at_s`."""
         if now_s - self._refreshed_s > REFRESH_S:
@@ -170,7 +179,7 @@ class Dispatcher:
             return
         hand_over_s = booking.decoding(now_s)
         if hand_over_s is not None:
-            self._weigher.hand_over_s += (hand_over_s - self._weigher.hand_over_s) * LEARNING_RATE
+            self._router.hand_over_s += (hand_over_s - self._router.hand_over_s) * LEARNING_RATE
 
     def progress(self, key: int, output_tokens: int, now_s: float) -> None:
         """So many tokens of the answer have come. An answer longer than expected keeps more room."""
@@ -205,7 +214,7 @@ class Dispatcher:
             if waiter.attempt or not self._admission.by_slo:
                 continue
             ask = self._ask(waiter, now_s)
-            pairs = self._weigher.pairs(ask, workers, now_s, {}, RECORDED_PAIRS)
+            pairs = self._router.pairs(ask, workers, now_s, {}, RECORDED_PAIRS)
             ahead = outlook(ask, self.mode, workers, *self._waiting.ahead(waiter), now_s)
             found = why_not(ask, [] if isinstance(pairs, Shortage) else pairs, ahead, waiter.work_s)
             if found is None:
@@ -264,7 +273,7 @@ class Dispatcher:
             if blocked >= LOOK_AHEAD or not self._any_is_ready(held_s, now_s):
                 break
             ask = self._ask(waiter, now_s)
-            pairs = self._weigher.pairs(ask, workers, now_s, held_s, RECORDED_PAIRS)
+            pairs = self._router.pairs(ask, workers, now_s, held_s, RECORDED_PAIRS)
             if isinstance(pairs, Shortage):
                 blocked += 1
                 continue
@@ -335,11 +344,7 @@ class Dispatcher:
     @property
     def missing_role(self) -> Role | None:
         """A role that the mode needs and that no live worker has."""
-        present = {w.role for w in self._workers.values()}
-        if self.mode is Mode.ADAPTIVE:
-            return None if present else Role.PREFILL
-        needed = (Role.COLOCATED,) if self.mode is Mode.COLOCATED else (Role.PREFILL, Role.DECODE)
-        return next((role for role in needed if role not in present), None)
+        return missing_role(self.mode, {w.role for w in self._workers.values()})
 
     def _sources(self) -> list[WorkerBook]:
         return [w for w in self._workers.values() if self.mode is not Mode.DISAGG or w.role is Role.PREFILL]
@@ -385,16 +390,14 @@ class Dispatcher:
     def _refresh(self, now_s: float) -> None:
         """Once a second: what the typical worker of each role is, by which an idle one's learned speed is judged."""
         self._refreshed_s = now_s
-        sources = self._sources()
-        if sources:
-            ranked = sorted(sources, key=lambda w: pace_s(w.fit.cost))
-            self._typical = ranked[(len(ranked) - 1) // 2].fit.cost
+        if sources := self._sources():
+            self._typical = _median(sources).fit.cost
         for role in Role:
-            books = [w for w in self._workers.values() if w.role is role]
-            paces = sorted(pace_s(w.fit.cost) for w in books)
-            for book in books:
-                book.pool_pace_s = paces[(len(paces) - 1) // 2]
-                book.touch()
+            if books := [w for w in self._workers.values() if w.role is role]:
+                typical = _median(books).fit.cost
+                for book in books:
+                    book.typical = typical
+                    book.touch()
 
     def _wake_at_s(self, now_s: float) -> float | None:
         """When to look again, if nothing happens before: a deadline passes, a worker runs dry, or waiting for a worker is over."""
@@ -410,6 +413,11 @@ class Dispatcher:
             dry = [w.busy_until_s - FEED_S for w in self._sources() if w.prefilling]
             instants.append(max(now_s + MIN_NAP_S, min((at_s for at_s in dry if at_s > now_s), default=now_s + MAX_NAP_S)))
         return min(instants)
+
+
+def _median(books: Sequence[WorkerBook]) -> WorkerBook:
+    """The worker of median speed; of an even number the faster of the two in the middle."""
+    return sorted(books, key=lambda w: pace_s(w.fit.cost))[(len(books) - 1) // 2]
 
 
 def describe(pair: Pair, pairs: Sequence[Pair]) -> str:

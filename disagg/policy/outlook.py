@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from disagg.policy.pairs import Ask
+from disagg.policy.router import Ask
 from disagg.policy.worker_book import WorkerBook
 from disagg.types import Mode, Role
 

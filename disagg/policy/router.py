@@ -1,171 +1,285 @@
-"""Which pair of workers serves a request: the pair with the least predicted time, among those that have room.
+"""Which pair of workers serves a request: the one that costs least over all requests that it would touch. Pure.
 
-Pure. One code path for all modes: disaggregated serving picks from prefill x decode workers, colocated serving is the pair (w, w).
+One code path for all modes: disaggregated serving picks from prefill x decode workers, colocated serving is the pair (w, w), adaptive
+serving picks from all pairs. What a pair costs is a sum of regrets (policy/targets.py), each a latency against its request's own target:
 
-The cost of a pair, in seconds:
+    first leg on p      regret of this request's TTFT: the wait there, and its prompt beside what decodes there
+                        + of each request decoding on p: the growth of its TPOT by the prompt's steps
+                        + a little for every step that is longer than those requests' target
+    second leg on d     regret of this request's TPOT beside d's others, prompts there lately included
+                        + of each request decoding on d: the growth of its TPOT by one more
+                        + a little for each too long step that it must expect there
+    p unlike d          the hand-over, spread over the answer
 
-    cost(p, d) = (waiting tokens of p + own context) x seconds per token of p          the wait for the first token
-               + expected output x step x (1 + 0.05 x running requests of d + used KV share of d)    decoding beside d's others
-               + context bytes / 1 GB/s, when the two are on different hosts
-
-0.05 is the growth of a decode step per further request, from the step times measured on a CPU engine (DESIGN section 7) and near
-what the roofline gives for a GPU. A pair's cost is separable but for the host term, so the best pair is found in time P x hosts + D.
+The sum is separable but for the hand-over, so the best pair is found in time P + D. Roles are a preference and no more: a prompt goes to a
+decode worker, or an answer to a prefill worker, when that is cheaper for all concerned by more than `ROLE_BIAS`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import nsmallest
+from operator import itemgetter
 
-from disagg.config import AdmissionSettings
-from disagg.policy.view import EXPECTED_OUTPUT_TOKENS, Need, PoolView, WorkerView, need_of
-from disagg.types import Mode, Request, Route
+from disagg.policy.decision import Candidate, Prediction
+from disagg.policy.targets import Targets, regret
+from disagg.policy.worker_book import WorkerBook
+from disagg.types import Mode, Role
 
-DEFAULT_PREFILL_S_PER_TOKEN = 1e-3
-DEFAULT_STEP_S = 20e-3
-STEP_GROWTH_PER_REQUEST = 0.05
+LATE_WEIGHT = 0.1  # of a step that is longer than a decoding request's target by that target, against a regret of 1
+ROLE_BIAS = 0.03
+AVOIDED = 1e3  # makes a worker that just failed this request the last choice, but still a choice
+TIE = 0.004  # costs this near to the least, 0.8 % of a target, are equal, and take turns: noise must not send all to one worker
+SHORTLIST = 8  # pairs are weighed in full for so many of the least busy workers of each kind
 CROSS_HOST_BYTES_PER_S = 1e9
-PREFILL_TOLERANCE = 0.10  # costs this near to the least are equal: noise must not send everything to one worker
-DECODE_TOLERANCE = 0.02  # less than one more running request adds
-PRIOR_TOKENS = 4096  # evidence of so many prompt tokens counts as much as the pool's median
-EVIDENCE_HALF_LIFE_S = 30.0
-AVOIDED_S = 1e6  # makes a worker that just failed this request the last choice, but still a choice
+HAND_OVER_S = 5e-3  # until it is learned
+
+
+@dataclass(slots=True)
+class Ask:
+    """What one request asks of its workers. `waited_s`: since its arrival. `output_tokens`: expected; `kv_tokens`: to reserve.
+
+    `cached`: context tokens by worker that its prefix cache holds. `moves_kv`: there will be a second token.
+    """
+
+    context_tokens: int
+    output_tokens: float
+    kv_tokens: int
+    box_bytes: int
+    moves_kv: bool
+    targets: Targets
+    waited_s: float
+    avoid: Collection[str] = ()
+    cached: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class NoRoute:
-    """No pair can take the request now. `no_worker`: a needed pool has no live worker, so only a join can help."""
+class FirstLeg:
+    """The prompt on one worker. `wait_s` there, then `prefill_s`; `stall_s` is what each request decoding there loses."""
+
+    worker: WorkerBook
+    cost: float
+    wait_s: float
+    prefill_s: float
+    cached_tokens: int
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SecondLeg:
+    """The answer on one worker, at `tpot_s` per token."""
+
+    worker: WorkerBook
+    cost: float
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A route with what it costs and gives."""
+
+    first: FirstLeg
+    second: SecondLeg
+    cost: float
+    transfer_s: float
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.first.worker is self.second.worker
+
+
+@dataclass(slots=True)
+class Shortage:
+    """Why no pair has room now."""
 
     reason: str
-    no_worker: bool
 
 
-def pick(request: Request, view: PoolView, settings: AdmissionSettings, avoid: Container[str] = ()) -> Route | NoRoute:
-    """The pair with the least predicted time, or why there is none. `avoid` names workers that failed this request before.
-
-    Workers that are as good as equal take turns: the least recently used goes first.
-    """
-    if (role := view.missing_role) is not None:
-        return NoRoute(f"no live {role} worker", no_worker=True)
-    need = need_of(request, view.model)
-    if view.mode is Mode.COLOCATED:
-        return _pick_colocated(request, need, view, settings, avoid)
-    return _pick_pair(request, need, view, settings, avoid)
-
-
-def _pick_colocated(request: Request, need: Need, view: PoolView, settings: AdmissionSettings, avoid: Container[str]) -> Route | NoRoute:
-    speeds = _speeds(view)
-    ranked = [
-        _Ranked(w, _prefill_s(w, need, speeds) + _decode_s(w, request, speeds) + _penalty_s(w, avoid))
-        for w in view.prefill_workers
-        if _has_prefill_room(w, settings) and _has_kv_room(w, need)
-    ]
-    if not ranked:
-        return NoRoute(f"all {len(view.prefill_workers)} workers are full", no_worker=False)
-    w = _fair(ranked, DECODE_TOLERANCE)
-    return Route(w.name, w.name, f"{w.name}: {_load(w)}")
+def weigh_first(w: WorkerBook, ask: Ask, now_s: float, extra_s: float = 0.0) -> FirstLeg:
+    """The prompt on `w`, behind what is there and `extra_s` more."""
+    cached = min(ask.cached.get(w.name, 0), ask.context_tokens - 1) if ask.cached else 0
+    tokens = ask.context_tokens - cached
+    wait_s = w.wait_s(now_s) + extra_s
+    prefill_s = w.prefill_s(tokens, cached, now_s) + w.overhead_s
+    cost = regret((ask.waited_s + wait_s + prefill_s) / ask.targets.ttft_scale_s)
+    stall_s = 0.0
+    if w.decodes:
+        steps = -(-tokens // w.chunk_tokens)
+        stall_s = max(0.0, prefill_s - w.overhead_s - steps * w.step_s(now_s))
+        cost += _stall_cost(w, stall_s, steps, now_s)
+    if w.role is Role.DECODE:
+        cost += ROLE_BIAS
+    if w.name in ask.avoid:
+        cost += AVOIDED
+    return FirstLeg(w, cost, wait_s, prefill_s, cached, stall_s)
 
 
-def _pick_pair(request: Request, need: Need, view: PoolView, settings: AdmissionSettings, avoid: Container[str]) -> Route | NoRoute:
-    moves_kv = request.remaining_tokens > 1
-    sources = [w for w in view.prefill_workers if _has_prefill_room(w, settings) and _has_outbox_room(w, need)]
-    if not sources:
-        return NoRoute(f"all {len(view.prefill_workers)} prefill workers are full", no_worker=False)
-    sinks = [w for w in view.decode_workers if not moves_kv or (_has_kv_room(w, need) and _has_inbox_room(w, need))]
-    if not sinks:
-        return NoRoute(f"no decode worker has room for {need.kv_tokens} KV tokens", no_worker=False)
-    speeds = _speeds(view)
-    far_s = need.box_bytes / CROSS_HOST_BYTES_PER_S
-    ranked_sinks = [_Ranked(d, _decode_s(d, request, speeds) + _penalty_s(d, avoid)) for d in sinks]
-    nearest_s = {host: min(_distance_s(r, host, far_s) for r in ranked_sinks) for host in {w.host_id for w in sources}}
-    floor_s = min(nearest_s.values())
-    ranked = [_Ranked(p, _prefill_s(p, need, speeds) + _penalty_s(p, avoid) + nearest_s[p.host_id] - floor_s) for p in sources]
-    p = _fair(ranked, PREFILL_TOLERANCE)
-    d = _fair([_Ranked(r.worker, _distance_s(r, p.host_id, far_s)) for r in ranked_sinks], DECODE_TOLERANCE)
-    return Route(p.name, d.name, f"{p.name}: {p.waiting_tokens} prompt tokens ahead; {d.name}: {_load(d)}")
+def _stall_cost(w: WorkerBook, stall_s: float, steps: float, now_s: float) -> float:
+    """What a prompt costs those that decode beside it: slower on the mean, and in lumps."""
+    gap_s = w.gap_s(now_s)
+    after_s = gap_s + stall_s / w.mean_output_tokens
+    mixed_s = w.step_s(now_s) + stall_s / steps
+    cost = 0.0
+    for target_s, count in w.accounts.groups.items():
+        cost += count * (regret(after_s / target_s) - regret(gap_s / target_s))
+        cost += count * LATE_WEIGHT * steps * max(0.0, mixed_s / target_s - 1.0)
+    return cost
 
 
-@dataclass(frozen=True, slots=True)
-class _Ranked:
-    """A worker and what it would cost, in seconds."""
-
-    worker: WorkerView
-    cost_s: float
-
-
-def _fair(ranked: list[_Ranked], tolerance: float) -> WorkerView:
-    """The cheapest; of those as good as equally cheap, the least recently used."""
-    limit_s = min(r.cost_s for r in ranked) * (1.0 + tolerance) + 1e-9
-    equal = [r.worker for r in ranked if r.cost_s <= limit_s]
-    return min(equal, key=lambda w: (w.last_used_s, w.name))
-
-
-def _distance_s(sink: _Ranked, host_id: str, far_s: float) -> float:
-    return sink.cost_s if sink.worker.host_id == host_id else sink.cost_s + far_s
-
-
-def _penalty_s(w: WorkerView, avoid: Container[str]) -> float:
-    return AVOIDED_S if w.name in avoid else 0.0
+def weigh_second(w: WorkerBook, ask: Ask, now_s: float) -> SecondLeg:
+    """The answer on `w`, beside what is there."""
+    target_s = ask.targets.tpot_scale_s
+    before_s = w.gap_s(now_s)
+    tpot_s = w.gap_s(now_s, 1, ask.context_tokens + 0.5 * ask.output_tokens)
+    cost = regret(tpot_s / target_s)
+    for other_s, count in w.accounts.groups.items():
+        cost += count * (regret(tpot_s / other_s) - regret(before_s / other_s))
+    late_per_s = w.late_per_s(now_s)
+    if late_per_s > 0.0:
+        cost += LATE_WEIGHT * late_per_s * ask.output_tokens * tpot_s
+    if w.role is Role.PREFILL:
+        cost += ROLE_BIAS
+    if w.name in ask.avoid:
+        cost += AVOIDED
+    return SecondLeg(w, cost, tpot_s)
 
 
-def _load(w: WorkerView) -> str:
-    return f"{w.running_requests} running, {w.free_kv_tokens} KV tokens free"
+def has_source_room(w: WorkerBook, ask: Ask) -> bool:
+    """Outbox room for what will move. A worker that holds nothing is never too small."""
+    held = w.accounts.outbox_bytes
+    return not ask.moves_kv or held == 0 or held + ask.box_bytes <= w.state.outbox_total_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Speeds:
-    """What is typical of the pools at the instant `at_s`: the medians over their workers."""
+def has_sink_room(w: WorkerBook, ask: Ask, *, is_colocated: bool) -> bool:
+    """KV room for context and expected answer, and inbox room when the KV comes from elsewhere."""
+    if not ask.moves_kv and not is_colocated:
+        return True
+    held = w.accounts.inbox_bytes
+    fits_inbox = is_colocated or held == 0 or held + ask.box_bytes <= w.state.inbox_total_bytes
+    return fits_inbox and w.has_kv_room(ask.kv_tokens)
 
-    at_s: float
-    prefill_s_per_token: float
-    step_s: float
+
+class Router:
+    """Weighs pairs. `hand_over_s`: learned seconds between the first token and the second, beyond a decode step, on one host."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode = mode
+        self.hand_over_s = HAND_OVER_S
+
+    def pairs(
+        self, ask: Ask, workers: Sequence[WorkerBook], now_s: float, extra_s: Mapping[str, float], best: int = 1
+    ) -> list[Pair] | Shortage:
+        """Pairs with room, the one to take first, then up to `best` - 1 by cost; or why there is none. `workers`: live ones, of all roles.
+
+        `extra_s`: seconds of prompts that are meant for a worker but not given yet. Of pairs that are as good as equal, the least
+        recently used is to be taken.
+        """
+        found: list[Pair] = []
+        if self.mode is not Mode.DISAGG:
+            found += self._colocated(ask, self._sources(workers), now_s, extra_s)
+        if self.mode is not Mode.COLOCATED:
+            found += self._apart(ask, workers, now_s, extra_s)
+        if not found:
+            return Shortage(self._shortage(ask, workers))
+        chosen = _fair(found)
+        if best == 1:
+            return [chosen]
+        return [chosen, *[pair for pair in nsmallest(best, found, key=_cost) if pair is not chosen][: best - 1]]
+
+    def _colocated(self, ask: Ask, workers: Sequence[WorkerBook], now_s: float, extra_s: Mapping[str, float]) -> list[Pair]:
+        with_room = [w for w in workers if has_sink_room(w, ask, is_colocated=True)]
+        pairs = []
+        for w in _least_busy(with_room, now_s, ask, extra_s):
+            first = weigh_first(w, ask, now_s, extra_s.get(w.name, 0.0))
+            second = weigh_second(w, ask, now_s)
+            pairs.append(Pair(first, second, first.cost + second.cost, 0.0))
+        return pairs
+
+    def _apart(self, ask: Ask, workers: Sequence[WorkerBook], now_s: float, extra_s: Mapping[str, float]) -> list[Pair]:
+        """Pairs of two workers: the best few first legs with the best few second legs."""
+        sources = [w for w in self._sources(workers) if has_source_room(w, ask)]
+        sinks = [w for w in self._sinks(workers) if has_sink_room(w, ask, is_colocated=False)]
+        if not sources or not sinks:
+            return []
+        firsts = [weigh_first(w, ask, now_s, extra_s.get(w.name, 0.0)) for w in _least_busy(sources, now_s, ask, extra_s)]
+        seconds = [weigh_second(w, ask, now_s) for w in _least_full(sinks, now_s)]
+        firsts.sort(key=lambda leg: (leg.cost, leg.worker.last_used_s))
+        seconds.sort(key=lambda leg: (leg.cost, leg.worker.last_used_s))
+        return [self._pair(ask, first, second) for first in firsts[:4] for second in seconds[:4] if first.worker is not second.worker]
+
+    def _pair(self, ask: Ask, first: FirstLeg, second: SecondLeg) -> Pair:
+        if not ask.moves_kv:
+            return Pair(first, second, first.cost, 0.0)
+        transfer_s = self.hand_over_s
+        if first.worker.host_id != second.worker.host_id:
+            transfer_s += ask.box_bytes / CROSS_HOST_BYTES_PER_S
+        per_token_s = transfer_s / max(1.0, ask.output_tokens - 1)
+        target_s = ask.targets.tpot_scale_s
+        more = regret((second.tpot_s + per_token_s) / target_s) - regret(second.tpot_s / target_s)
+        return Pair(first, second, first.cost + second.cost + more, transfer_s)
+
+    def _sources(self, workers: Sequence[WorkerBook]) -> Sequence[WorkerBook]:
+        return [w for w in workers if w.role is Role.PREFILL] if self.mode is Mode.DISAGG else workers
+
+    def _sinks(self, workers: Sequence[WorkerBook]) -> Sequence[WorkerBook]:
+        return [w for w in workers if w.role is Role.DECODE] if self.mode is Mode.DISAGG else workers
+
+    def _shortage(self, ask: Ask, workers: Sequence[WorkerBook]) -> str:
+        sinks = self._sinks(workers)
+        if not any(w.has_kv_room(ask.kv_tokens) for w in sinks):
+            most = max((w.free_kv_tokens for w in sinks), default=0)
+            return f"no worker has room for {ask.kv_tokens} KV tokens (the emptiest has {max(0, most)})"
+        return "the outboxes or inboxes of all workers are full"
 
 
-def _speeds(view: PoolView) -> _Speeds:
-    """The step is a median because a single worker's latest steps say more of its batch then than of its speed."""
-    return _Speeds(
-        view.at_s,
-        _median((w.prefill_s_per_token for w in view.prefill_workers), DEFAULT_PREFILL_S_PER_TOKEN),
-        _median((w.state.step_s for w in view.decode_workers), DEFAULT_STEP_S),
+def candidate(pair: Pair, ask: Ask, note: str = "") -> Candidate:
+    """The pair as a value for the record."""
+    first = pair.first
+    prediction = Prediction(
+        ttft_s=ask.waited_s + first.wait_s + first.prefill_s,
+        tpot_s=tpot_s(pair, ask),
+        queue_s=ask.waited_s + first.wait_s,
+        prefill_s=first.prefill_s,
+        transfer_s=pair.transfer_s,
+        output_tokens=round(ask.output_tokens),
+        kv_tokens=ask.kv_tokens,
+        cached_tokens=first.cached_tokens,
     )
+    return Candidate(first.worker.name, pair.second.worker.name, prediction, pair.cost, note)
 
 
-def _prefill_s(w: WorkerView, need: Need, speeds: _Speeds) -> float:
-    """Wait and run of a prompt, by what the worker has shown of its speed.
-
-    A little evidence says little, and old evidence less: both pull towards the pool's median, so that one slow answer does not shut a
-    worker out.
-    """
-    weight = w.prefill_tokens_seen * math.exp2((w.prefill_seen_s - speeds.at_s) / EVIDENCE_HALF_LIFE_S)
-    s_per_token = (w.prefill_s_per_token * weight + speeds.prefill_s_per_token * PRIOR_TOKENS) / (weight + PRIOR_TOKENS)
-    return (w.waiting_tokens + need.context_tokens) * s_per_token
+def tpot_s(pair: Pair, ask: Ask) -> float:
+    """Predicted seconds per token after the first, the hand-over spread over them. 0 when there is no second token."""
+    if not ask.moves_kv:
+        return 0.0
+    return pair.second.tpot_s + pair.transfer_s / max(1.0, ask.output_tokens - 1)
 
 
-def _decode_s(w: WorkerView, request: Request, speeds: _Speeds) -> float:
-    """Decoding of the expected answer beside the worker's other requests."""
-    running = max(w.running_requests, w.state.running_requests)
-    output = min(request.remaining_tokens, EXPECTED_OUTPUT_TOKENS)
-    return output * speeds.step_s * (1.0 + STEP_GROWTH_PER_REQUEST * running + w.used_kv_share)
+def _least_busy(workers: Sequence[WorkerBook], now_s: float, ask: Ask, extra_s: Mapping[str, float]) -> Iterable[WorkerBook]:
+    """The workers that could start a prompt soonest, and disturb least; those that hold much of it come too."""
+    if len(workers) <= SHORTLIST:
+        return workers
+    keyed = [(w.wait_s(now_s) + extra_s.get(w.name, 0.0) + 0.05 * w.decodes, w.last_used_s, i) for i, w in enumerate(workers)]
+    chosen = [workers[i] for _, _, i in nsmallest(SHORTLIST, keyed)]
+    if ask.cached:
+        chosen += [w for w in workers if ask.cached.get(w.name, 0) * 4 > ask.context_tokens and w not in chosen][:SHORTLIST]
+    return chosen
 
 
-def _median(values: Iterable[float], default: float) -> float:
-    known = sorted(v for v in values if v > 0)
-    return known[len(known) // 2] if known else default
+def _least_full(workers: Sequence[WorkerBook], now_s: float) -> Iterable[WorkerBook]:
+    if len(workers) <= SHORTLIST:
+        return workers
+    keyed = [(w.gap_s(now_s), w.last_used_s, i) for i, w in enumerate(workers)]
+    return [workers[i] for _, _, i in nsmallest(SHORTLIST, keyed, key=itemgetter(0, 1))]
 
 
-def _has_prefill_room(w: WorkerView, settings: AdmissionSettings) -> bool:
-    return w.prefills < settings.max_prefills_per_worker
+def _cost(pair: Pair) -> float:
+    return pair.cost
 
 
-def _has_kv_room(w: WorkerView, need: Need) -> bool:
-    """Room for context and expected answer. A worker that holds nothing of ours is never too small: admission checked the total."""
-    return need.kv_tokens <= w.free_kv_tokens or w.reserved_kv_tokens == 0
-
-
-def _has_outbox_room(w: WorkerView, need: Need) -> bool:
-    return w.outbox_bytes == 0 or w.outbox_bytes + need.box_bytes <= w.state.outbox_total_bytes
-
-
-def _has_inbox_room(w: WorkerView, need: Need) -> bool:
-    return w.inbox_bytes == 0 or w.inbox_bytes + need.box_bytes <= w.state.inbox_total_bytes
+def _fair(pairs: Sequence[Pair]) -> Pair:
+    """The cheapest; of those as good as equally cheap, that of the least recently used workers."""
+    limit = min(pair.cost for pair in pairs) + TIE
+    equal = [pair for pair in pairs if pair.cost <= limit]
+    return min(equal, key=lambda p: (p.first.worker.last_used_s, p.second.worker.last_used_s, p.first.worker.name, p.second.worker.name))

@@ -51,6 +51,18 @@ class StepCost:
             + self.pair_s * tokens * (cached + (tokens + 1) / 2)
         )
 
+    def blended(self, other: StepCost, share: float) -> StepCost:
+        """`share` of `other` and the rest of this one. The ridge stays."""
+        keep = 1.0 - share
+        return StepCost(
+            keep * self.base_s + share * other.base_s,
+            keep * self.over_s + share * other.over_s,
+            keep * self.token_s + share * other.token_s,
+            keep * self.pair_s + share * other.pair_s,
+            keep * self.context_s + share * other.context_s,
+            self.ridge_tokens,
+        )
+
     def scaled(self, factor: float) -> StepCost:
         """All times multiplied."""
         return StepCost(

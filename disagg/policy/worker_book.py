@@ -17,7 +17,7 @@ LATE_S = 45.0  # time constant of how often steps were longer than decoding requ
 UNKNOWN_STEP_TOKENS = 2048
 STUCK_STEPS = 4.0  # a decoding worker that is silent for so many of its steps is slow, and the slower the longer it is silent
 STUCK_MIN_S = 0.5
-IDLE_HALF_LIFE_S = 5.0  # of the difference between an idle worker's learned speed and its pool's
+IDLE_HALF_LIFE_S = 3.0  # of the difference between an idle worker's learned speed and its pool's
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class WorkerBook:
         self.last_used_s = 0.0
         self.overhead_s = 0.0  # learned: what a first token takes beyond the engine's own steps
         self.foreign_requests = 0  # of other gateways
-        self.pool_pace_s = 0.0  # seconds of a reference step on a typical worker of the pool; 0: not known
+        self.typical: StepCost | None = None  # of a typical worker of the pool
         self._last_step = -1
         self._duty = 0.0
         self._late_per_s = 0.0
@@ -111,10 +111,9 @@ class WorkerBook:
         """Step costs as learned; of a worker that has had no work for a while, drawn towards its pool's: it may have recovered."""
         if self._cost is None:
             cost = self.fit.cost
-            idle_s = now_s - max(self.fit.last_s, self.last_used_s)
-            own_s = pace_s(cost)
-            if self.pool_pace_s > 0 and own_s > 0 and idle_s > 1.0:
-                cost = cost.scaled((self.pool_pace_s / own_s) ** (1.0 - 2.0 ** (-idle_s / IDLE_HALF_LIFE_S)))
+            idle_s = now_s - self.fit.last_s
+            if self.typical is not None and idle_s > 1.0:
+                cost = cost.blended(self.typical, 1.0 - 2.0 ** (-idle_s / IDLE_HALF_LIFE_S))
             self._cost = cost
         return self._cost
 
@@ -158,12 +157,11 @@ class WorkerBook:
 
     def gap_s(self, now_s: float, more: int = 0, more_context: float = 0.0) -> float:
         """Seconds per token that a request decoding here gets, once those that are coming and `more` of `more_context` tokens are here."""
-        step_s = self.step_s(now_s)
         more += self.accounts.coming
-        if more and self.decodes:
-            cost = self.cost(now_s)
-            step_s += more * cost.token_s + cost.context_s * (more_context + self.accounts.coming_tokens)
-            step_s += cost.over_s * max(0.0, min(more, self.decodes + more - cost.ridge_tokens))
+        step_s = self.step_s(now_s)
+        if more and self.decodes + more > 1:
+            context = self.context_tokens + self.accounts.coming_tokens + more_context
+            step_s = self.cost(now_s).step_s(0, 0, self.decodes + more, context)
         return max(step_s / (1.0 - self.duty(now_s)), self._silence_s(now_s, step_s))
 
     def wait_s(self, now_s: float) -> float:
@@ -195,7 +193,7 @@ class WorkerBook:
         """How long a decoding worker has been silent, when that is longer than it should be."""
         if not self.accounts.decodes:
             return 0.0
-        silent_s = now_s - max(self.heard_s, self.last_used_s)
+        silent_s = now_s - self.heard_s
         return silent_s if silent_s > max(STUCK_MIN_S, STUCK_STEPS * step_s) else 0.0
 
 

@@ -24,6 +24,7 @@ from disagg.engine.engine import Worker
 from disagg.errors import CancelledRequestError, DisaggError, EngineError, InvalidRequestError, RejectedError, WorkerLostError
 from disagg.kv.layout import hash_tokens
 from disagg.serving.coordinator_queue import CoordinatorQueue
+from disagg.serving.decision_log import DecisionLog
 from disagg.serving.pool import Pool, Reservation
 from disagg.serving.run import Run
 from disagg.types import Chunk, FinishReason, ModelInfo, Phase, Request, Transfer, new_id
@@ -45,7 +46,8 @@ class Coordinator:
         self.ended: Counter[Phase] = Counter()
         self.retries: Counter[str] = Counter()
         self._settings = topology.admission
-        self._queue = CoordinatorQueue(pool, topology.admission)
+        self.decisions = DecisionLog()
+        self._queue = CoordinatorQueue(pool, self.decisions)
         self._open: set[Run] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -120,13 +122,15 @@ class Coordinator:
         request, avoid = run.request, frozenset[str]()
         sent = list(request.prior_output)
         while True:
-            reservation = await self._queue.take(request, avoid, is_retry=run.attempts > 0)
+            reservation = await self._queue.take(request, avoid, run.attempts)
             self._routed(run, reservation)
             leg = self._colocated if reservation.route.is_colocated else self._disaggregated
             try:
                 async with aclosing(leg(run, request, reservation)) as chunks:
                     async for chunk in chunks:
                         sent.extend([t.token_id for t in chunk.tokens])
+                        reservation.progress(len(sent) - len(request.prior_output))
+                        reservation.is_whole = chunk.finish is not None
                         yield chunk
                         if chunk.finish is not None:
                             return
@@ -148,6 +152,8 @@ class Coordinator:
     def _routed(self, run: Run, reservation: Reservation) -> None:
         run.attempts += 1
         run.route = reservation.route
+        if run.prediction is None:
+            run.prediction = reservation.prediction
         run.phase = Phase.PREFILLING
         if run.timeline.routed_s is None:
             run.timeline.routed_s = time.monotonic()
@@ -156,7 +162,7 @@ class Coordinator:
         async with aclosing(reservation.source.worker.generate(request)) as chunks:
             async for chunk in chunks:
                 if run.phase is Phase.PREFILLING:
-                    reservation.first_token()
+                    reservation.first_token(chunk.cached_tokens)
                     reservation.decoding()
                     _first_token(run, Phase.DECODING)
                     run.cached_tokens = run.cached_tokens or chunk.cached_tokens
@@ -170,7 +176,7 @@ class Coordinator:
         whole = False
         try:
             prefilled = await p.prefill(request, transfer)
-            reservation.first_token()
+            reservation.first_token(prefilled.cached_tokens)
             _first_token(run, Phase.TRANSFERRING if fetch is None or not fetch.done() else Phase.WAITING)
             run.cached_tokens = run.cached_tokens or prefilled.cached_tokens
             if prefilled.finish is not None:

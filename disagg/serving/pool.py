@@ -1,51 +1,26 @@
-"""The workers that one gateway knows: who is there, how loaded each is, and what this gateway has promised to its requests."""
+"""The workers that one gateway knows: connections, and the dispatcher that decides over them (policy/dispatch.py)."""
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import dataclass, fields
 
 from disagg.config import Topology
-from disagg.errors import NoWorkerError
-from disagg.policy.router import EVIDENCE_HALF_LIFE_S
-from disagg.policy.view import Need, PoolView, WorkerView, need_of
+from disagg.perf.shapes import ModelShape
+from disagg.policy.decision import Grant, Prediction
+from disagg.policy.dispatch import Dispatcher
+from disagg.policy.priors import priors_of
+from disagg.policy.view import PoolView, WorkerView
 from disagg.serving.signal import Signal
 from disagg.serving.worker_rpc_client import RemoteWorker
-from disagg.types import EngineState, Mode, ModelInfo, Request, Role, Route, new_id
-
-LEARNING_RATE = 0.1  # weight of the latest prefill in the learned speed, by tokens
-
-
-@dataclass(slots=True)
-class Tally:
-    """What one gateway has in flight on one worker; the same names as in WorkerView."""
-
-    prefills: int = 0
-    prefill_tokens: int = 0
-    outbox_bytes: int = 0
-    inbox_bytes: int = 0
-    running_requests: int = 0
-    reserved_kv_tokens: int = 0
-    unseen_kv_tokens: int = 0
-
-    @property
-    def is_empty(self) -> bool:
-        return all(getattr(self, f.name) == 0 for f in fields(self))
+from disagg.types import Mode, ModelInfo, Role, Route, new_id
 
 
 class Member:
-    """One life of one worker in the pool: its connection, its tally, its learned speed."""
+    """One life of one worker in the pool."""
 
     def __init__(self, role: Role, worker: RemoteWorker) -> None:
         self.role = role
         self.worker = worker
-        self.tally = Tally()
-        self.last_used_s = 0.0
-        self._seconds = 0.0  # decayed sums of prefills seen; their ratio is the learned speed
-        self._tokens = 0.0
-        self._learned_s = time.monotonic()
-        self._view: WorkerView | None = None
 
     @property
     def name(self) -> str:
@@ -55,127 +30,60 @@ class Member:
     def is_live(self) -> bool:
         return not self.worker.is_lost
 
-    def learn_prefill(self, tokens: int, seconds: float) -> None:
-        """A prefill behind `tokens` prompt tokens (its own included) took `seconds`."""
-        now_s = time.monotonic()
-        kept = (1 - LEARNING_RATE) * math.exp2((self._learned_s - now_s) / EVIDENCE_HALF_LIFE_S)
-        self._seconds = kept * self._seconds + seconds
-        self._tokens = kept * self._tokens + tokens
-        self._learned_s = now_s
-        self.touch()
-
-    def touch(self) -> None:
-        """The tally changed."""
-        self._view = None
-
-    def view(self) -> WorkerView:
-        """This member now; made anew only when something changed."""
-        state: EngineState = self.worker.state()
-        if self._view is None or self._view.state is not state:
-            t = self.tally
-            self._view = WorkerView(
-                name=self.name,
-                role=self.role,
-                host_id=self.worker.address.host_id,
-                state=state,
-                prefills=t.prefills,
-                prefill_tokens=t.prefill_tokens,
-                outbox_bytes=t.outbox_bytes,
-                inbox_bytes=t.inbox_bytes,
-                running_requests=t.running_requests,
-                reserved_kv_tokens=t.reserved_kv_tokens,
-                unseen_kv_tokens=t.unseen_kv_tokens,
-                prefill_s_per_token=self._seconds / self._tokens if self._tokens else 0.0,
-                prefill_tokens_seen=self._tokens,
-                prefill_seen_s=self._learned_s,
-                last_used_s=self.last_used_s,
-            )
-        return self._view
-
 
 class Reservation:
-    """What one attempt of one request holds of its two workers. Each share is given back once; `close` gives back the rest.
+    """What one attempt of one request holds of its two workers: a grant of the dispatcher, tied to their connections.
 
-    reserve -> first_token()  the prefill's place      (p)
-            -> arrived()      room in both boxes       (p, d)
-            -> decoding()     KV now shows in d's state (stays reserved)
-            -> close()        everything, idempotent
+    granted -> first_token()  the prefill's place          -> arrived()   room in both boxes
+            -> decoding()     KV now shows in d's state    -> close()     everything, idempotent
     """
 
-    def __init__(self, route: Route, need: Need, source: Member, sink: Member, moves_kv: bool, changes: Signal) -> None:
-        now_s = time.monotonic()
-        self.route = route
+    def __init__(self, grant: Grant, source: Member, sink: Member, dispatcher: Dispatcher, changes: Signal) -> None:
+        self.route: Route = grant.route
+        self.prediction: Prediction = grant.admitted
         self.source = source
         self.sink = sink
-        self._need = need
+        self.is_whole = False  # set by its owner when the answer has come to its end
+        self._key = grant.key
+        self._dispatcher = dispatcher
         self._changes = changes
-        self._tokens_ahead = source.tally.prefill_tokens
-        self._started_s = now_s
-        self._prefilling = True
-        self._in_boxes = moves_kv and source is not sink
-        self._unseen = moves_kv
-        self._open = True
-        self._holds_kv = moves_kv
-        source.last_used_s = sink.last_used_s = now_s
-        self._book(+1, prefill=True, boxes=self._in_boxes, decode=self._holds_kv, unseen=self._unseen)
 
-    def first_token(self) -> None:
-        """The prefill is over: its place is free, and its time teaches the worker's speed. Idempotent."""
-        if self._prefilling:
-            self._prefilling = False
-            self.source.learn_prefill(self._tokens_ahead + self._need.context_tokens, time.monotonic() - self._started_s)
-            self._book(-1, prefill=True)
+    def first_token(self, cached_tokens: int = 0) -> None:
+        """The prefill is over: its place is free, and its time teaches. Idempotent."""
+        self._dispatcher.first_token(self._key, time.monotonic(), cached_tokens)
+        self._changes.fire()
 
     def arrived(self) -> None:
         """The KV has left the outbox, and the inbox as good as: the engine loads it at its next step. Idempotent."""
-        if self._in_boxes:
-            self._in_boxes = False
-            self._book(-1, boxes=True)
+        self._dispatcher.arrived(self._key, time.monotonic())
+        self._changes.fire()
 
     def decoding(self) -> None:
         """The decode engine holds the KV, so its state shows it. Idempotent."""
-        if self._unseen:
-            self._unseen = False
-            self._book(-1, unseen=True)
+        self._dispatcher.decoding(self._key, time.monotonic())
+
+    def progress(self, output_tokens: int) -> None:
+        """So many tokens of this attempt have come."""
+        self._dispatcher.progress(self._key, output_tokens, time.monotonic())
 
     def close(self) -> None:
         """Give back what is still held. Idempotent."""
-        if not self._open:
-            return
-        self._open = False
-        self._book(-1, prefill=self._prefilling, boxes=self._in_boxes, decode=self._holds_kv, unseen=self._unseen)
-        self._prefilling = self._in_boxes = self._unseen = False
-
-    def _book(self, sign: int, *, prefill: bool = False, boxes: bool = False, decode: bool = False, unseen: bool = False) -> None:
-        p, d, need = self.source.tally, self.sink.tally, self._need
-        if prefill:
-            p.prefills += sign
-            p.prefill_tokens += sign * need.context_tokens
-        if boxes:
-            p.outbox_bytes += sign * need.box_bytes
-            d.inbox_bytes += sign * need.box_bytes
-        if decode:
-            d.running_requests += sign
-            d.reserved_kv_tokens += sign * need.kv_tokens
-        if unseen:
-            d.unseen_kv_tokens += sign * need.kv_tokens
-        self.source.touch()
-        self.sink.touch()
-        if sign < 0:
-            self._changes.fire()
+        self._dispatcher.end(self._key, time.monotonic(), is_whole=self.is_whole)
+        self._changes.fire()
 
 
 class Pool:
-    """The members by name. `changes` fires when a member joins, is lost or reports, and when a reservation is given back."""
+    """The members by name. `changes` fires when a member joins, is lost or reports, and when a reservation gives something back."""
 
-    def __init__(self, topology: Topology, model: ModelInfo) -> None:
+    def __init__(self, topology: Topology, model: ModelInfo, shape: ModelShape | None = None) -> None:
+        """`shape`: of the model that real engines load, where it is known; predictions start from it."""
         self.gateway_id = new_id()
         self.changes = Signal()
         self.members: dict[str, Member] = {}
+        self.dispatcher = Dispatcher(Mode(topology.mode), model, topology.slo_classes, topology.admission, priors_of(topology, shape))
         self._model = model
         self._mode = Mode(topology.mode)
         self._timeout_s = topology.admission.worker_timeout_s
-        self._gone: set[Member] = set()  # lost or replaced, with reservations still to come back
 
     async def join(self, name: str, role: Role, target: str) -> None:
         """Connect to the worker at `target` ("host:port"); it takes requests when this returns.
@@ -186,13 +94,14 @@ class Pool:
         worker = await RemoteWorker.connect(name, target, self.gateway_id, self._timeout_s, self.changes)
         await self.leave(name)
         self.members[name] = Member(Role(role), worker)
+        self.dispatcher.join(name, Role(role), worker.address.host_id, worker.state(), time.monotonic())
         self.changes.fire()
 
     async def leave(self, name: str) -> None:
         """Let go of a worker; its requests are served again elsewhere. Unknown is fine."""
         member = self.members.pop(name, None)
         if member is not None:
-            self._gone = {m for m in self._gone if not m.tally.is_empty} | {member}
+            self.dispatcher.leave(name, time.monotonic())
             await member.worker.close()
 
     async def wait_lost(self, name: str) -> None:
@@ -203,15 +112,25 @@ class Pool:
 
     def view(self, now_s: float) -> PoolView:
         """The live members at the instant `now_s`, which is now."""
-        return PoolView(now_s, self._mode, self._model, tuple([m.view() for m in self.members.values() if m.is_live]))
+        live = [m for m in self.members.values() if m.is_live]
+        workers = tuple([WorkerView(m.name, m.role, m.worker.address.host_id, m.worker.state()) for m in live])
+        return PoolView(now_s, self._mode, self._model, workers)
 
-    def reserve(self, route: Route, request: Request) -> Reservation:
-        """Book the room that `request` takes on `route`. Raises NoWorkerError when a worker of it has gone meanwhile."""
-        source, sink = self.members.get(route.prefill), self.members.get(route.decode)
-        if source is None or sink is None:
-            raise NoWorkerError(f"{route.prefill} or {route.decode} has left")
-        moves_kv = route.is_colocated or request.remaining_tokens > 1
-        return Reservation(route, need_of(request, self._model), source, sink, moves_kv, self.changes)
+    def sync(self, now_s: float) -> None:
+        """Tell the dispatcher what the workers have reported since the last time, and who is lost."""
+        known = self.dispatcher.workers
+        for name, member in self.members.items():
+            if member.worker.is_lost:
+                if name in known:
+                    self.dispatcher.leave(name, now_s)
+                continue
+            for state in member.worker.take_reports():
+                self.dispatcher.report(name, state, now_s)
+
+    def reservation(self, grant: Grant) -> Reservation:
+        """The grant, tied to its workers. They are live at the instant at which it was decided."""
+        route = grant.route
+        return Reservation(grant, self.members[route.prefill], self.members[route.decode], self.dispatcher, self.changes)
 
     async def close(self) -> None:
         """Let go of all workers."""
@@ -220,6 +139,6 @@ class Pool:
 
     def assert_empty(self) -> None:
         """No reservation is held, and no call or stream is open. For tests, and for an idle gateway."""
-        for member in [*self.members.values(), *self._gone]:
-            assert member.tally.is_empty, f"{member.name}: {member.tally}"
+        self.dispatcher.assert_empty()
+        for member in self.members.values():
             member.worker.assert_empty()

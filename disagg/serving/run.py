@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable
 
+from disagg.policy.decision import Prediction
 from disagg.serving.timeline import Timeline
 from disagg.types import Chunk, Phase, Request, Route
 
@@ -14,8 +15,9 @@ ENDS = frozenset({Phase.FINISHED, Phase.REJECTED, Phase.FAILED, Phase.CANCELLED}
 class Run:
     """Nothing happens until `chunks()` is iterated; nothing is left once that iterator is closed.
 
-    `route` is the latest one, `attempts` counts routes tried, `cached_tokens` are prompt tokens that the first prefill found in its
-    cache, `output_tokens` those handed out so far. `phase` ends in exactly one of finished, rejected, failed, cancelled.
+    `prediction` is what the router expected when it admitted the request, `route` the latest one. `attempts` counts routes tried,
+    `cached_tokens` are prompt tokens that the first prefill found in its cache, `output_tokens` those handed out so far. `phase` ends in
+    exactly one of finished, rejected, failed, cancelled.
     """
 
     def __init__(self, request: Request, serve: Callable[[Run], AsyncGenerator[Chunk, None]]) -> None:
@@ -23,6 +25,7 @@ class Run:
         self.timeline = Timeline(received_s=request.arrival_s)
         self.phase = Phase.QUEUED
         self.route: Route | None = None
+        self.prediction: Prediction | None = None
         self.attempts = 0
         self.cached_tokens = 0
         self.output_tokens = 0

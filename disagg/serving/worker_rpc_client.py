@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Coroutine
 from typing import Any, Protocol, Self, TypeVar
 
@@ -22,7 +23,7 @@ from disagg.pb import worker_pb2 as pb
 from disagg.pb import worker_pb2_grpc
 from disagg.serving import worker_rpc_messages as wire
 from disagg.serving.signal import Signal
-from disagg.serving.worker_rpc_channel import CHANNEL_OPTIONS, ERROR_KEY, keepalive_options
+from disagg.serving.worker_rpc_channel import CHANNEL_OPTIONS, ERROR_KEY
 from disagg.serving.worker_rpc_chunks import RemoteChunks
 from disagg.types import EngineState, KvAddress, Prefilled, Request, Transfer
 
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 ReplyT = TypeVar("ReplyT", covariant=True)
 
+KEPT_REPORTS = 64  # that nobody has asked for
 CONTROL_TIMEOUT_S = 10.0  # a start, cancel or release is answered at once by a healthy worker
 
 
@@ -54,11 +56,12 @@ class RemoteWorker:
         self._timeout_s = timeout_s
         self._changes = changes
         self._attach: _Call[Any] | None = None
-        self._channel = grpc.aio.insecure_channel(target, options=[*CHANNEL_OPTIONS, *keepalive_options(timeout_s)])
+        self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
         self._lost = asyncio.Event()
         self._lost_reason = ""
         self._state = EngineState(epoch="")
+        self._reports: deque[EngineState] = deque(maxlen=KEPT_REPORTS)
         self._address = KvAddress(name, "", "", ())
         self._streams: dict[str, RemoteChunks] = {}
         self._calls: set[_Call[Any]] = set()
@@ -113,6 +116,12 @@ class RemoteWorker:
 
     def state(self) -> EngineState:
         return self._state
+
+    def take_reports(self) -> list[EngineState]:
+        """The states that came since the last call, oldest first; of too many only the latest."""
+        reports = list(self._reports)
+        self._reports.clear()
+        return reports
 
     async def prefill(self, request: Request, transfer: Transfer) -> Prefilled:
         call = pb.PrefillCall(
@@ -253,6 +262,7 @@ class RemoteWorker:
             chunks.feed(wire.chunk_from_wire(step))
         if frame.HasField("state"):
             self._state = wire.state_from_wire(frame.state, self.epoch)
+            self._reports.append(self._state)
             self._changes.fire()
 
     def _check_silence(self, due_s: float | None = None) -> None:

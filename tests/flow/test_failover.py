@@ -129,7 +129,7 @@ async def test_engine_that_is_stuck_loses_its_worker() -> None:
         answers = await asyncio.gather(*(c.ask_right(c.request()) for _ in range(4)))
         assert any(a.run.attempts > 1 for a in answers)
         assert not stuck.worker.is_alive
-        assert [w.name for w in c.pool.view(time.monotonic()).prefill_workers] == ["prefill-1"]
+        assert [w.name for w in c.pool.view(time.monotonic()).of(Role.PREFILL)] == ["prefill-1"]
 
 
 async def test_silent_worker_is_lost_after_the_timeout() -> None:

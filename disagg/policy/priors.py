@@ -1,0 +1,38 @@
+"""What is known of the workers' speed before the first step: from the roofline of the model's shape on the device. Pure."""
+
+from __future__ import annotations
+
+from disagg.config import Topology
+from disagg.errors import ConfigError
+from disagg.perf.hardware import find_device
+from disagg.perf.roofline import StepModel
+from disagg.perf.shapes import ModelShape, find_shape
+from disagg.policy.step_cost import GENERIC, StepCost, from_roofline
+from disagg.types import Role
+
+
+def priors_of(topology: Topology, shape: ModelShape | None = None) -> dict[Role, StepCost]:
+    """Step costs per role. `shape`: of the model that a real engine loads, where it is known.
+
+    A real engine's device is a CPU core, or the GPU that `ray.gpu` names (an H100 when it names none). The first steps correct it.
+    """
+    if topology.engine.kind == "simulated":
+        return {role: _simulated(topology, role) for role in topology.active_pools()}
+    return {role: _real(topology, role, shape) for role in topology.active_pools()}
+
+
+def _simulated(topology: Topology, role: Role) -> StepCost:
+    s = topology.simulated(role)
+    return from_roofline(StepModel(find_shape(s.shape), find_device(s.gpu), s.tp, s.dtype), s.speed)
+
+
+def _real(topology: Topology, role: Role, shape: ModelShape | None) -> StepCost:
+    if shape is None:
+        return GENERIC
+    pool = topology.active_pools()[role]
+    device = find_device("cpu" if not pool.gpus else topology.ray.gpu or "h100")
+    degree = topology.engine_args(role).get("tensor_parallel_size", 1)
+    try:
+        return from_roofline(StepModel(shape, device, degree if isinstance(degree, int) else 1))
+    except ConfigError:
+        return GENERIC  # a degree that the heads do not divide by: the engine will say so

@@ -1,0 +1,451 @@
+"""The dispatcher: who goes where, in which order, who waits and who is refused, each with a reason; and nothing is ever left booked."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from disagg.errors import InvalidRequestError
+from disagg.policy.decision import Verdict
+from disagg.types import Mode, Role
+from tests.policy_rig import CHAT, STATE, Rig
+
+# ---- which pair
+
+
+def test_disaggregated_picks_a_pair_and_says_why() -> None:
+    grant = Rig().grant()
+    assert (grant.route.prefill, grant.route.decode) == ("p0", "d0")
+    assert "p0: idle" in grant.route.reason
+    record = grant.record
+    assert record.verdict is Verdict.GRANTED
+    assert record.chosen is not None
+    assert record.chosen.prediction == grant.prediction
+    assert grant.prediction.ttft_s == pytest.approx(0.02 + 100 * 0.5e-3 + 68 * 0.5e-3, rel=0.01)
+    assert grant.prediction.kv_tokens == 150
+
+
+def test_colocated_picks_one_worker_with_fewer_decodes() -> None:
+    rig = Rig(Mode.COLOCATED, prefill=2, decode=0)
+    first = rig.decoding(rig.grant())
+    assert rig.pair()[0] != first.route.prefill
+
+
+def test_equal_workers_take_turns() -> None:
+    rig = Rig(prefill=3, decode=2)
+    seen: Counter[str] = Counter()
+    for _ in range(12):
+        grant = rig.grant()
+        seen.update((grant.route.prefill, grant.route.decode))
+        rig.decoding(grant)
+        rig.end(grant.key)
+        rig.now_s += 1
+    assert seen == {"p0": 4, "p1": 4, "p2": 4, "d0": 6, "d1": 6}
+
+
+def test_the_decode_worker_with_fewer_requests_wins() -> None:
+    rig = Rig(prefill=2, decode=2)
+    busy = Counter(rig.decoding(rig.grant(max_tokens=500)).route.decode for _ in range(10))
+    assert busy == {"d0": 5, "d1": 5}
+
+
+def test_adaptive_prefills_on_the_decode_worker_while_the_prefill_worker_is_busy() -> None:
+    rig = Rig(Mode.ADAPTIVE)
+    assert rig.pair(5000)[0] == "p0"
+    assert rig.pair(64) == ("d0", "d0")
+
+
+def test_adaptive_keeps_a_long_prompt_away_from_those_who_decode() -> None:
+    rig = Rig(Mode.ADAPTIVE)
+    for _ in range(4):
+        rig.decoding(rig.grant(64, 200, "chat"))
+    busiest = max(rig.dispatcher.workers.values(), key=lambda w: w.decodes).name
+    assert rig.pair(5000)[0] != busiest
+
+
+def test_adaptive_uses_any_worker_when_only_one_role_is_left() -> None:
+    rig = Rig(Mode.ADAPTIVE)
+    rig.dispatcher.leave("p0", rig.now_s)
+    assert rig.pair(5000) == ("d0", "d0")
+
+
+def test_the_near_worker_wins_when_the_move_costs_more_than_the_wait() -> None:
+    rig = Rig(prefill=1, decode=1)
+    rig.join("far", Role.DECODE, host="elsewhere")
+    rig.decoding(rig.grant(100, 500))  # d0 has one
+    assert rig.pair(50_000, 2)[1] == "d0"
+
+
+def test_a_worker_that_failed_before_is_the_last_choice_but_a_choice() -> None:
+    rig = Rig(prefill=2, decode=2)
+    assert rig.pair(avoid=frozenset({"p0", "d1"})) == ("p1", "d0")
+    assert Rig().pair(avoid=frozenset({"p0", "d0"})) == ("p0", "d0")
+
+
+@pytest.mark.parametrize("mode", [Mode.DISAGG, Mode.COLOCATED, Mode.ADAPTIVE])
+def test_a_slow_worker_loses_its_share_within_20_steps_and_gets_it_back(mode: Mode) -> None:
+    rig = Rig(mode, prefill=2, decode=2)
+    names = sorted(rig.dispatcher.workers)
+    victim = "d1"
+
+    def share(count: int) -> float:
+        hits = 0
+        for _ in range(count):
+            grant = rig.grant(64, 200)
+            hits += grant.route.decode == victim
+            rig.decoding(grant)
+            rig.end(grant.key)
+            rig.now_s += 0.05
+        return hits / count
+
+    for name in names:
+        rig.steps(name, 30)
+    assert share(40) > 0.15
+    rig.now_s += 0.1
+    rig.steps(victim, 20, factor=5.0)
+    assert share(40) == 0.0
+    rig.now_s += 30  # no step in between, so nothing says that it is quick again
+    assert share(40) > 0.15
+    rig.now_s += 0.1
+    rig.steps(victim, 40)
+    assert share(40) > 0.15
+
+
+def test_a_worker_that_stops_answering_gets_no_more() -> None:
+    rig = Rig(prefill=2, decode=2)
+    stuck = rig.grant(100)
+    grants = [rig.decoding(rig.grant(100, 400)) for _ in range(4)]
+    rig.now_s += 4
+    for name in ("d0",):
+        rig.steps(name, 5)
+    assert {rig.pair(100, 400) for _ in range(1)} == {("p1" if stuck.route.prefill == "p0" else "p0", "d0")}
+    assert {g.route.decode for g in grants} == {"d0", "d1"}
+
+
+# ---- room
+
+
+def test_kv_room_is_kept_for_the_whole_answer() -> None:
+    rig = Rig(state=replace(STATE, total_kv_tokens=1000, free_kv_tokens=1000))
+    first = rig.grant(400, 300)
+    rig.dispatcher.first_token(first.key, rig.now_s)
+    second = rig.submit(200, 101)
+    grants, _ = rig.decide()
+    assert second not in grants
+    rig.end(first.key)
+    grants, _ = rig.decide()
+    assert second in grants
+
+
+def test_boxes_bound_what_moves() -> None:
+    rig = Rig(state=replace(STATE, inbox_total_bytes=50_000))
+    first = rig.grant(300)
+    rig.dispatcher.first_token(first.key, rig.now_s)
+    second = rig.submit(300)
+    assert second not in rig.decide()[0]
+    rig.dispatcher.arrived(first.key, rig.now_s)
+    assert second in rig.decide()[0]
+
+
+def test_a_worker_that_holds_nothing_is_never_too_small() -> None:
+    assert Rig(state=replace(STATE, free_kv_tokens=10)).pair() == ("p0", "d0")
+
+
+def test_an_answer_longer_than_expected_keeps_more_room() -> None:
+    rig = Rig()
+    book = rig.dispatcher.workers["d0"]
+    grant = rig.decoding(rig.grant(100, 5000, ignore_eos=False))
+    before = book.accounts.kv_tokens
+    assert before < 5100
+    rig.dispatcher.progress(grant.key, before, rig.now_s)
+    assert book.accounts.kv_tokens > before
+    rig.dispatcher.progress(grant.key, 5000, rig.now_s)
+    assert book.accounts.kv_tokens == 5100
+    rig.end(grant.key)
+    rig.dispatcher.assert_empty()
+
+
+def test_expected_output_is_learned_per_class() -> None:
+    rig = Rig()
+    for _ in range(60):
+        grant = rig.decoding(rig.grant(10, 2000, "chat", ignore_eos=False))
+        rig.dispatcher.progress(grant.key, 20, rig.now_s)
+        rig.end(grant.key)
+    seen = []
+    for slo_class, limit in (("chat", 2000), ("batch", 2000), ("chat", 8)):
+        grant = rig.grant(10, limit, slo_class, ignore_eos=False)
+        seen.append(grant.prediction.output_tokens)
+        rig.end(grant.key, is_whole=False)
+    chat, other, short = seen
+    assert short <= 8 < chat < 100 < other
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "field"),
+    [(100_001, 1, "prompt"), (90_000, 10_001, "max_tokens"), (99_999, 1, None), (90_000, 10_000, None)],
+)
+def test_what_fits_no_worker_is_invalid(prompt: int, max_tokens: int, field: str | None) -> None:
+    rig = Rig()
+    if field is None:
+        rig.submit(prompt, max_tokens)
+        return
+    with pytest.raises(InvalidRequestError) as refusal:
+        rig.submit(prompt, max_tokens)
+    assert refusal.value.field == field
+    assert "at most" in refusal.value.expected
+
+
+def test_boxes_bound_what_moves_only() -> None:
+    rig = Rig(state=replace(STATE, inbox_total_bytes=5000))
+    with pytest.raises(InvalidRequestError, match="at most 50 tokens: the largest inbox"):
+        rig.submit(51, 2)
+    rig.submit(50, 2)
+    rig.submit(51, 1)
+
+
+# ---- late binding, order
+
+
+def test_a_worker_gets_its_next_prompt_when_it_is_about_to_run_dry() -> None:
+    rig = Rig()
+    first = rig.grant(1000)
+    second = rig.submit(1000)
+    assert second not in rig.decide()[0]
+    wake_at_s = rig.dispatcher.decide(rig.now_s).wake_at_s
+    assert wake_at_s is not None
+    assert rig.now_s < wake_at_s < rig.now_s + first.prediction.prefill_s
+    rig.now_s = wake_at_s
+    assert second in rig.decide()[0]
+
+
+def test_a_first_token_that_comes_early_lets_the_next_prompt_go() -> None:
+    rig = Rig()
+    first = rig.grant(1000)
+    second = rig.submit(1000)
+    rig.now_s += 0.1
+    rig.dispatcher.first_token(first.key, rig.now_s)
+    assert second in rig.decide()[0]
+
+
+def test_priority_then_deadline_then_arrival() -> None:
+    rig = Rig(by_slo=False)
+    running = rig.grant(1000)
+    chat, batch, urgent, free = (rig.submit(500, 1, c, priority=p) for c, p in (("chat", 0), ("batch", -1), ("batch", 5), ("free", 0)))
+    order = []
+    for _ in range(4):
+        rig.now_s += 10
+        rig.end(running.key)
+        grants, _ = rig.decide()
+        (key,) = grants
+        order.append(key)
+        running = grants[key]
+    assert order == [urgent, chat, free, batch]
+
+
+def test_ageing_gives_the_oldest_a_turn() -> None:
+    rig = Rig(by_slo=False)
+    running = rig.grant(1000)
+    old = rig.submit(500, 1, "batch", priority=-1)
+    for turn in range(200):
+        rig.submit(500, 1, "chat", priority=1)
+        rig.now_s += 1
+        rig.end(running.key)
+        grants, _ = rig.decide()
+        running = next(iter(grants.values()))
+        if old in grants:
+            assert turn >= 29
+            return
+    pytest.fail("the batch request starved")
+
+
+def test_a_long_prompt_does_not_block_short_ones_behind_it() -> None:
+    """In adaptive mode: the long one waits for the free worker that it needs, short ones pass to the other."""
+    rig = Rig(Mode.ADAPTIVE)
+    rig.grant(6000)
+    for _ in range(2):
+        rig.decoding(rig.grant(64, 300, "chat"))
+    long = rig.submit(6000)
+    short = rig.submit(64, 50, "chat")
+    grants, _ = rig.decide()
+    assert short in grants
+    assert long not in grants
+
+
+# ---- admission
+
+
+def test_what_cannot_meet_its_class_is_refused_with_numbers() -> None:
+    rig = Rig(classes=(CHAT,))
+    keys = [rig.submit(800, 50, "chat") for _ in range(4)]
+    grants, refusals = rig.decide()
+    assert keys[0] in grants
+    assert set(refusals) == set(keys[1:])
+    refusal = refusals[keys[1]]
+    assert "first token after" in refusal.reason
+    assert "target 1000 ms" in refusal.reason
+    assert refusal.record.candidates[0].prediction.ttft_s > 1.0
+    assert refusal.record.candidates[0].prediction.tpot_s > 0
+    assert 0.5 <= refusal.retry_after_s < 5
+    rig.now_s += refusal.retry_after_s + 0.3
+    rig.dispatcher.first_token(keys[0], rig.now_s)
+    assert rig.grant(100, 50, "chat")
+
+
+def test_best_effort_waits_behind_what_can_still_be_in_time() -> None:
+    relaxed = CHAT.model_copy(update={"if_missed": "best_effort"})
+    rig = Rig(classes=(relaxed,))
+    running = rig.grant(700, 50, "chat")
+    late = rig.submit(900, 50, "chat")
+    assert rig.decide() == ({}, {})
+    short = rig.submit(50, 50, "chat")
+    assert rig.decide() == ({}, {})
+    rig.now_s += 0.7
+    rig.dispatcher.first_token(running.key, rig.now_s)
+    grants, _ = rig.decide()
+    assert next(iter(grants)) == short
+    rig.now_s += 5
+    for key in (*grants, running.key):
+        rig.end(key)
+    assert late in {**grants, **rig.decide()[0]}
+
+
+def test_admission_off_refuses_nothing_for_its_class() -> None:
+    rig = Rig(classes=(CHAT,), by_slo=False)
+    for _ in range(20):
+        rig.submit(800, 50, "chat")
+    assert not rig.decide()[1]
+
+
+def test_high_priority_is_not_refused_because_of_lower_ones() -> None:
+    high = CHAT.model_copy(update={"name": "high", "priority": 5})
+    rig = Rig(classes=(CHAT, high), prefill=2)
+    for _ in range(3):
+        rig.submit(500, 50, "chat")
+    rig.decide()
+    key = rig.submit(300, 50, "high", priority=5)
+    assert key not in rig.decide()[1]
+
+
+def test_retries_are_not_refused_for_load() -> None:
+    rig = Rig(classes=(CHAT,), max_queued_requests=1)
+    for _ in range(3):
+        rig.submit(800, 50, "chat", attempt=1)
+    assert not rig.decide()[1]
+
+
+def test_a_full_queue_refuses_the_last_in_order() -> None:
+    rig = Rig(max_queued_requests=2)
+    rig.grant(5000)
+    low, first, second = rig.submit(10, priority=-5), rig.submit(10), rig.submit(10)
+    _, refusals = rig.decide()
+    assert set(refusals) == {low}
+    assert "2 requests" in refusals[low].reason
+    third = rig.submit(10, priority=3)
+    _, refusals = rig.decide()
+    assert set(refusals) == {second}
+    assert {first, third}.isdisjoint(refusals)
+
+
+def test_one_large_request_may_wait_whatever_its_size() -> None:
+    rig = Rig(max_queued_tokens=1000)
+    rig.grant(5000)
+    large = rig.submit(5000)
+    assert not rig.decide()[1]
+    small = rig.submit(10)
+    assert set(rig.decide()[1]) == {small}
+    assert large not in rig.decide()[1]
+
+
+def test_deadline_over_in_the_queue_is_a_refusal() -> None:
+    rig = Rig()
+    rig.grant(5000)
+    key = rig.submit(10, deadline_s=rig.now_s + 1)
+    assert rig.dispatcher.decide(rig.now_s).wake_at_s <= rig.now_s + 1  # type: ignore[operator]
+    rig.now_s += 1.01
+    assert "deadline passed" in rig.decide()[1][key].reason
+
+
+def test_a_missing_pool_is_waited_for_and_then_said() -> None:
+    rig = Rig(decode=0, worker_timeout_s=2.0)
+    key = rig.submit()
+    assert rig.decide() == ({}, {})
+    rig.now_s += 1.9
+    assert rig.decide() == ({}, {})
+    rig.now_s += 0.2
+    refusal = rig.decide()[1][key]
+    assert refusal.no_worker
+    assert "no live decode worker" in refusal.reason
+    key = rig.submit()
+    rig.join("d0", Role.DECODE)
+    assert key in rig.decide()[0]
+
+
+def test_a_withdrawn_request_is_forgotten() -> None:
+    rig = Rig()
+    running = rig.grant(5000)
+    key = rig.submit()
+    rig.dispatcher.withdraw(key)
+    rig.dispatcher.withdraw(key)
+    rig.end(running.key)
+    assert rig.decide() == ({}, {})
+    rig.dispatcher.assert_empty()
+
+
+# ---- accounts
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("seed", range(4))
+def test_accounts_never_drift(mode: Mode, seed: int) -> None:
+    """Requests begin, get on and end in any order, some steps twice, workers go and come: every count stays in its bounds, all end at 0."""
+    rng = random.Random(seed)
+    rig = Rig(mode, prefill=2, decode=2, max_prefills_per_worker=3, by_slo=False)
+    d = rig.dispatcher
+    live: dict[int, int] = {}
+    granted = 0
+    books = dict(d.workers)
+    for _ in range(2000):
+        rig.now_s += rng.random() * 0.05
+        if rng.random() < 0.35:
+            rig.submit(rng.randrange(1, 3000), rng.randrange(1, 600), rng.choice(["chat", "batch", "free"]), ignore_eos=rng.random() < 0.5)
+        if rng.random() < 0.01:
+            name = rng.choice(sorted(books))
+            books[f"{name}-{rig.now_s}"] = books[name]
+            rig.join(name, books[name].role)
+            books[name] = d.workers[name]
+        for key, grant in rig.decide()[0].items():
+            live[key] = grant.request.sampling.max_tokens
+            granted += 1
+        if live:
+            key = rng.choice(list(live))
+            step = rng.choice(["first_token", "arrived", "decoding", "progress", "end"])
+            if step == "end":
+                rig.end(key, is_whole=rng.random() < 0.8)
+                limit = live.pop(key)
+                d.first_token(key, rig.now_s)
+                d.progress(key, limit, rig.now_s)
+                rig.end(key)
+            elif step == "progress":
+                d.progress(key, rng.randrange(1, live[key] + 1), rig.now_s)
+            else:
+                getattr(d, step)(key, rig.now_s)
+        for book in books.values():
+            a = book.accounts
+            numbers = [getattr(a, name) for name in a.__slots__ if name != "groups"]
+            assert all(n >= -1e-6 for n in numbers), a
+            assert a.prefills <= 3
+            assert a.unseen_kv_tokens <= a.kv_tokens
+            assert sum(a.groups.values()) == a.decodes
+            assert max(a.outbox_bytes, a.inbox_bytes) <= STATE.outbox_total_bytes
+    assert granted > 100
+    for key in list(live):
+        rig.end(key)
+    rig.now_s += 1000
+    while d.num_waiting:
+        for key in rig.decide()[0]:
+            rig.end(key)
+    d.assert_empty()
+    assert all(book.accounts.is_empty and not book.prefilling for book in books.values())

@@ -1,0 +1,95 @@
+"""Learning a worker's speed: from any start, through a change of pace and back, and never to something unphysical."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from disagg.perf.hardware import find_device
+from disagg.perf.roofline import PrefillChunk, StepModel
+from disagg.perf.shapes import find_shape
+from disagg.policy.step_cost import GENERIC, StepCost, from_roofline
+from disagg.policy.step_fit import StepFit
+from disagg.types import StepRecord
+
+MODEL = StepModel(find_shape("llama-3.1-70b"), find_device("h100"), 4)
+TRUE = from_roofline(MODEL)
+
+
+def record(rng: random.Random, number: int, factor: float = 1.0, noise: float = 0.05, *, prompts: bool = True) -> StepRecord:
+    decodes = rng.randrange(1, 200)
+    context = decodes * rng.randrange(300, 3000)
+    tokens, pairs = 0, 0.0
+    if prompts and rng.random() < 0.3:
+        tokens, cached = rng.choice([64, 512, 2048]), rng.randrange(4000)
+        pairs = tokens * (cached + (tokens + 1) / 2)
+    return StepRecord(
+        number, TRUE.step_s(tokens, pairs, decodes, context) * factor * rng.lognormvariate(0, noise), tokens, pairs, decodes, context
+    )
+
+
+def error(fit: StepFit, factor: float = 1.0) -> float:
+    """Median relative error over typical steps."""
+    rng = random.Random(99)
+    errors = []
+    for number in range(60):
+        r = record(rng, number, factor, noise=0.0)
+        errors.append(abs(fit.cost.step_s(r.prefill_tokens, r.prefill_pairs, r.decode_requests, r.context_tokens) / r.seconds - 1))
+    return sorted(errors)[30]
+
+
+@pytest.mark.parametrize("shape", ["llama-3.1-70b", "llama-3.1-8b", "qwen3-32b"])
+def test_the_roofline_is_read_off_exactly(shape: str) -> None:
+    model = StepModel(find_shape(shape), find_device("h100"), 2)
+    cost = from_roofline(model)
+    for chunks, decodes, context in (((), 1, 500), ((), 64, 64_000), ((PrefillChunk(64),), 0, 0), ((PrefillChunk(2048, 4000),), 30, 9000)):
+        tokens, pairs = sum(c.num_tokens for c in chunks), sum(c.attention_pairs for c in chunks)
+        assert cost.step_s(tokens, pairs, decodes, context) == pytest.approx(model.step_s(chunks, decodes, context), rel=0.02)
+
+
+def test_prefill_in_chunks_is_the_sum_of_its_steps() -> None:
+    steps = [TRUE.step_s(n, n * (start + (n + 1) / 2), 10, 5000) for start, n in ((100, 512), (612, 512), (1124, 76))]
+    assert TRUE.prefill_s(1100, 100, 512, 10, 5000) == pytest.approx(sum(steps))
+    assert TRUE.prefill_s(0, 100, 512) == 0
+
+
+@pytest.mark.parametrize(
+    ("prior", "after", "bound"), [(TRUE, 5, 0.1), (TRUE.scaled(2), 60, 0.1), (TRUE.scaled(0.3), 60, 0.1), (GENERIC, 60, 0.15)]
+)
+def test_it_finds_the_truth_from_any_start(prior: StepCost, after: int, bound: float) -> None:
+    rng, fit = random.Random(1), StepFit(prior)
+    for number in range(after):
+        fit.add(record(rng, number), number * 0.02)
+    assert error(fit) < bound
+
+
+def test_a_change_of_pace_is_noticed_within_20_steps_both_ways() -> None:
+    rng, fit = random.Random(2), StepFit(TRUE)
+    for number in range(300):
+        fit.add(record(rng, number), 0.0)
+    for factor in (5.0, 1.0):
+        for number in range(20):
+            fit.add(record(rng, number, factor), 0.0)
+        assert error(fit, factor) < 0.15
+        for number in range(100):
+            fit.add(record(rng, number, factor), 0.0)
+
+
+def test_an_hour_of_decoding_does_not_forget_what_a_prompt_costs() -> None:
+    rng, fit = random.Random(3), StepFit(TRUE.scaled(1.7))
+    for number in range(300):
+        fit.add(record(rng, number), 0.0)
+    for number in range(3000):
+        fit.add(record(rng, number, prompts=False), 0.0)
+    assert fit.cost.prefill_s(2000, 0, 512) == pytest.approx(TRUE.prefill_s(2000, 0, 512), rel=0.1)
+
+
+def test_coefficients_stay_physical_whatever_is_reported() -> None:
+    rng, fit = random.Random(4), StepFit(GENERIC)
+    for number in range(500):
+        seconds = rng.choice([1e-6, 1e-3, 0.02, 3.0, 0.0, -1.0])
+        fit.add(StepRecord(number, seconds, rng.choice([0, 500]), rng.random() * 1e6, rng.randrange(30), rng.randrange(10**6)), 0.0)
+        c = fit.cost
+        assert min(c.base_s, c.over_s, c.token_s, c.pair_s, c.context_s) >= 0
+        assert c.step_s(512, 131_000, 8, 8000) < 1e3
