@@ -88,13 +88,13 @@ class Deployment:
             )
         base_dir = (base_dir or Path.cwd()).absolute()
         model_of(topology, base_dir)
-        place(topology, session.hosts())
+        session.check_room(topology)
         start = _Start(session, topology, name, base_dir, detached, progress, time.monotonic() + topology.ray.startup_timeout_s)
         try:
             return start.run()
         except BaseException:
             progress("taking down what was started")
-            _remove(name)
+            session.attempt(lambda: _remove(name))
             raise
 
     @classmethod
@@ -116,8 +116,11 @@ class Deployment:
         return status
 
     def down(self, grace_s: float = GRACE_S) -> None:
-        """End it: requests get `grace_s` seconds to finish. Returns when its processes and placement groups are gone. Idempotent."""
-        _remove(self.name, grace_s)
+        """End it: requests get `grace_s` seconds to finish. Returns when its processes and placement groups are gone. Idempotent.
+
+        Where the local Ray itself has died there is nothing to ask; closing the session then ends what is left.
+        """
+        self.session.attempt(lambda: _remove(self.name, grace_s))
 
 
 def names(session: RaySession) -> list[str]:

@@ -13,7 +13,10 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 
@@ -25,7 +28,7 @@ from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ig
 from ray.exceptions import RayError
 
 from disagg.config import Topology
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, PlacementError
 from disagg.launch.check import this_host
 from disagg.launch.placement import Host, WorkerSpec, place, worker_specs
 from disagg.launch.processes import MARK, end, find_marked
@@ -36,6 +39,10 @@ NAMESPACE = "disagg"
 LOCAL_HOST = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # Ray's floor is 75 MiB; nothing of ours goes through it
 CONNECT_TIMEOUT_S = 5.0
+ROOM_TIMEOUT_S = 3.0
+ATTEMPT_TIMEOUT_S = 120.0
+BROKEN_CHECK_S = 0.5
+_VITAL = ("gcs_server", "raylet")
 _LONGEST_TEMP_DIR = 40  # Ray's socket paths below it must stay under the kernel's 107 bytes
 _SYSTEM_CONFIG = {
     "enable_worker_prestart": False,
@@ -56,6 +63,7 @@ class RaySession:
         self.address = ""
         self.mark = mark
         self.temp_dir = temp_dir
+        self.was_broken = False
         self._undo = undo
 
     @property
@@ -94,18 +102,69 @@ class RaySession:
             raise
         return session
 
-    def hosts(self) -> tuple[Host, ...]:
-        """Live machines and what is free on each now, by Ray's resource names; named by address."""
+    def hosts(self, *, used: bool = False) -> tuple[Host, ...]:
+        """Live machines by address and what is free on each, by Ray's resource names; with `used`, also what is taken.
+
+        Ray learns of freed resources a little late (well under a second).
+        """
         free = available_resources_per_node()
         return tuple(
-            Host(node["NodeManagerAddress"], tuple(sorted((k, float(v)) for k, v in free.get(node["NodeID"], {}).items())))
+            Host(node["NodeManagerAddress"], tuple(sorted((k, float(v)) for k, v in amounts.items())))
             for node in sorted(ray.nodes(), key=lambda n: (n["NodeManagerAddress"], n["NodeID"]))
             if node["Alive"]
+            for amounts in [node["Resources"] if used else free.get(node["NodeID"], {})]
         )
 
+    def check_room(self, topology: Topology) -> None:
+        """Raise PlacementError unless the topology fits: at once when the cluster is too small, else what runs here gets
+        ROOM_TIMEOUT_S to have ended, as it may have just been taken down.
+        """
+        place(topology, self.hosts(used=True))
+        deadline_s = time.monotonic() + ROOM_TIMEOUT_S
+        while True:
+            try:
+                place(topology, self.hosts())
+            except PlacementError:
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.1)  # Ray tells nobody when resources come free
+            else:
+                return
+
+    @property
+    def is_broken(self) -> bool:
+        """True once the local Ray itself has died (a signal to the whole process group, say): calls to it may then wait for minutes."""
+        node = ray_worker._global_node
+        return self.is_local and node is not None and any(kind in _VITAL for kind, _ in node.dead_processes())
+
+    def attempt(self, work: Callable[[], object], timeout_s: float = ATTEMPT_TIMEOUT_S) -> bool:
+        """Run `work` in a thread until it returns, raising what it raises. False when it was given up: Ray broke, or the time is over."""
+        outcome: Future[object] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(work())
+            except BaseException as error:  # noqa: BLE001 -- raised again in the caller
+                outcome.set_exception(error)
+
+        threading.Thread(target=run, name="disagg-attempt", daemon=True).start()
+        deadline_s = time.monotonic() + timeout_s
+        while not self.is_broken and time.monotonic() < deadline_s:
+            with contextlib.suppress(TimeoutError):
+                outcome.result(timeout=BROKEN_CHECK_S)
+                return True
+        return False
+
     def close(self) -> None:
-        """Leave the cluster; a local Ray is ended, with every process of it, and its files are removed. Idempotent."""
-        ray.shutdown(wait_for_processes=True)
+        """Leave the cluster; a local Ray is ended, with every process of it, and its files are removed. Idempotent.
+
+        After a Ray that broke, this process should end soon (by `os._exit`): Ray's library may wait for it for ever.
+        """
+        if self.is_broken:
+            self.was_broken = True
+            end(find_marked(self.mark or ""), grace_s=1.0)
+        else:
+            ray.shutdown(wait_for_processes=True)
         if self.mark is not None:
             if left := end(find_marked(self.mark)):
                 log.warning("processes survive: %s", [process.pid for process in left])

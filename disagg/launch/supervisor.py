@@ -57,6 +57,7 @@ def run(request: UpRequest, progress: Callable[[str], None], ready: Callable[[st
     clear_abandoned(request.name)
     record = Record.claim(request.name, "cluster" if request.address else "local", log)
     stays = False
+    session: RaySession | None = None
     try:
         with _signals_stop() as stop, RaySession.start([topology], request.address) as session:
             stop.install()  # Ray has put a handler of its own
@@ -79,6 +80,10 @@ def run(request: UpRequest, progress: Callable[[str], None], ready: Callable[[st
     finally:
         if not stays:
             record.remove()
+        if session is not None and session.was_broken:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # all is clean, but Ray's library would wait at exit for the Ray that was killed
 
 
 def _up(session: RaySession, request: UpRequest, progress: Callable[[str], None]) -> Deployment:
