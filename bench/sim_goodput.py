@@ -51,16 +51,17 @@ CASES = {
 
 
 def topology_of(arm: str, slo_class: str | dict[str, Any], extra: dict[str, Any]) -> Topology:
-    """`colocated-CHUNK`, `P:D`, `adaptive`, or `adaptive-P:D`."""
-    mode, prefill, chunk = "disagg", WORKERS // 2, 512
+    """`colocated-CHUNK`, `P:D`, or `adaptive-P:D/CHUNK` (the chunk of all its workers)."""
+    mode, prefill, chunks = "disagg", WORKERS // 2, (8192, 2048, 512)
     if arm.startswith("colocated"):
-        mode, chunk = "colocated", int(arm.partition("-")[2])
+        mode, chunks = "colocated", (512, 512, int(arm.partition("-")[2]))
     elif arm.startswith("adaptive"):
         mode = "adaptive"
-        ratio = arm.partition("-")[2]
-        prefill = int(ratio.split(":")[0]) if ratio else prefill
+        ratio, _, chunk = arm.partition("-")[2].partition("/")
+        prefill, chunks = int(ratio.split(":")[0]), (int(chunk), int(chunk), int(chunk))
     else:
         prefill = int(arm.split(":")[0])
+    prefill_chunk, decode_chunk, colocated_chunk = chunks
     return parse_topology(
         {
             "model": "llama-3.1-70b-simulated",
@@ -70,9 +71,9 @@ def topology_of(arm: str, slo_class: str | dict[str, Any], extra: dict[str, Any]
                 "simulated": {"shape": "llama-3.1-70b", "gpu": "h100", "tp": 4, "max_model_len": CONTEXT, "kv_bytes_per_token": 64},
             },
             "pools": {
-                "prefill": {"count": prefill, "simulated": {"max_num_batched_tokens": 8192}},
-                "decode": {"count": WORKERS - prefill, "simulated": {"max_num_batched_tokens": 2048}},
-                "colocated": {"count": WORKERS, "simulated": {"max_num_batched_tokens": chunk}},
+                "prefill": {"count": prefill, "simulated": {"max_num_batched_tokens": prefill_chunk}},
+                "decode": {"count": WORKERS - prefill, "simulated": {"max_num_batched_tokens": decode_chunk}},
+                "colocated": {"count": WORKERS, "simulated": {"max_num_batched_tokens": colocated_chunk}},
             },
             # Boxes of 2 M tokens: as much KV as the workers hold.
             "kv": {"outbox_gib": 0.125, "inbox_gib": 0.125},
@@ -111,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, default=Path("../shared/traces"))
     parser.add_argument("--workload", action="append", choices=sorted(CASES))
-    parser.add_argument("--arm", action="append", help="colocated-CHUNK, P:D, adaptive or adaptive-P:D; default: all")
+    parser.add_argument("--arm", action="append", help="colocated-CHUNK, P:D, or adaptive-P:D/CHUNK; repeatable; default: all")
     parser.add_argument("--requests", type=int, default=6000, help="the first so many of each trace")
     parser.add_argument("--tolerance", type=float, default=0.01)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of every arm's topology")
@@ -119,7 +120,7 @@ def main() -> None:
     given = parser.parse_args()
     extra = {key: json.loads(value) for key, _, value in (s.partition("=") for s in given.set)}
     static = [f"{p}:{WORKERS - p}" for p in range(1, WORKERS)]
-    arms = given.arm or [*(f"colocated-{c}" for c in CHUNKS), *static, "adaptive"]
+    arms = given.arm or [*(f"colocated-{c}" for c in CHUNKS), *static, "adaptive-4:4/512"]
     found: dict[str, dict[str, Any]] = {}
     for name in given.workload or list(CASES):
         case = CASES[name]

@@ -26,6 +26,7 @@ COMMAND_MODULES = (
     "disagg.cli_up",
     "disagg.cli_generate",
     "disagg.cli_ab",
+    "disagg.cli_sim",
 )
 
 

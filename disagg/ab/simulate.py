@@ -1,0 +1,108 @@
+"""A simulation as a result of the A/B: the same rows, the same figures, marked simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from disagg.ab.environment import describe
+from disagg.ab.result import Result, RoundReport, VerdictReport, arm_figures
+from disagg.ab.rows import Row
+from disagg.ab.run import verdict_report
+from disagg.ab.verdict import judge
+from disagg.config import SloClass, Topology
+from disagg.sim.cluster import simulate
+from disagg.sim.outcome import Outcome, SimReport
+from disagg.sim.settings import SimSettings
+from disagg.trace import Trace
+from disagg.types import Mode
+
+_DIGITS = 6  # of instants, as in the A/B's rows
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedArm:
+    """One arm's run: its name, topology and report."""
+
+    name: str
+    topology: Topology
+    report: SimReport
+
+
+def simulate_arms(topologies: Mapping[str, Topology], trace: Trace, settings: SimSettings) -> list[SimulatedArm]:
+    """The same trace through each topology. Raises ConfigError."""
+    return [SimulatedArm(name, topology, simulate(topology, trace.requests, settings)) for name, topology in topologies.items()]
+
+
+def sim_rows(arm: SimulatedArm, stream: str) -> Iterator[Row]:
+    """One row a request, in the order in which they were sent."""
+    return (_row(arm.name, stream, outcome) for outcome in arm.report.outcomes)
+
+
+def _row(arm: str, stream: str, o: Outcome) -> Row:
+    assert o.status is not None
+    assert o.end_s is not None
+    whole = o.is_whole
+    times = np.round(o.token_times_s(), _DIGITS) if whole else np.empty(0)
+    prefill_s = (o.first_token_s - o.way_back_s / 2 - o.routed_s) if whole and o.first_token_s is not None and o.routed_s else None
+    transfer_s = 0.0
+    if whole and o.transferred_s is not None and o.first_token_s is not None:
+        transfer_s = max(0.0, o.transferred_s - (o.first_token_s - o.way_back_s / 2))
+    return Row(
+        arm=arm,
+        round=1,
+        index=o.index,
+        stream=stream,
+        slo_class=o.slo_class,
+        input_tokens=o.request.input_tokens,
+        max_output_tokens=o.request.output_tokens,
+        prompt_digest=f"simulated-{o.index}",
+        due_s=round(o.request.arrival_s, _DIGITS),
+        sent_s=round(o.sent_s, _DIGITS),
+        end_s=round(o.end_s, _DIGITS),
+        token_s=tuple(times.tolist()),
+        outcome=o.status,
+        error=o.error,
+        message=o.message,
+        prefill_worker=o.prefill_worker if whole else None,
+        decode_worker=o.decode_worker if whole else None,
+        attempts=1 if whole else None,
+        cached_tokens=o.cached_tokens if whole else None,
+        queue_s=round(o.routed_s - o.received_s, _DIGITS) if whole and o.routed_s is not None else None,
+        prefill_s=round(prefill_s, _DIGITS) if prefill_s is not None else None,
+        transfer_s=round(transfer_s, _DIGITS) if whole else None,
+    )
+
+
+def simulated_result(
+    arms: Sequence[SimulatedArm], rows: Mapping[str, Sequence[Row]], trace: Trace, workload: Mapping[str, Any], settings: SimSettings
+) -> Result:
+    """result.json of a simulation. `rows`: by arm's name. The verdict compares `disagg` with `colocated` where both were run."""
+    classes = arms[0].topology.slo_classes
+    environment = describe({arm.name: arm.topology for arm in arms}, resident=False)
+    environment |= {
+        "simulated": True,
+        "simulation": asdict(settings),
+        "trace_notes": list(trace.notes),
+        "workers": {arm.name: [asdict(w) for w in arm.report.workers] for arm in arms},
+    }
+    figures = {arm.name: arm_figures(rows[arm.name], classes, [arm.report.mean_in_flight]) for arm in arms}
+    return Result(
+        schema=1,
+        workload=dict(workload),
+        environment=environment,
+        rounds=[RoundReport(round=1, order=[arm.name for arm in arms], sender={})],
+        arms=figures,
+        verdict=_verdict(rows, classes),
+        warnings=["simulated: no engine ran; step times are the roofline's, links and messages as set in environment.simulation"],
+    )
+
+
+def _verdict(rows: Mapping[str, Sequence[Row]], classes: Sequence[SloClass]) -> VerdictReport:
+    ours, theirs = rows.get(Mode.DISAGG.value), rows.get(Mode.COLOCATED.value)
+    if ours is None or theirs is None:
+        return VerdictReport(choose="either", reason="Nothing is compared: it takes arms disagg and colocated.", comparisons=[])
+    return verdict_report(judge(ours, theirs, classes))

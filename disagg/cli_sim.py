@@ -1,0 +1,111 @@
+"""`disagg sim`: a topology under a workload in simulated time, with the router that would run live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from disagg.config import Topology
+    from disagg.sim.settings import SimSettings
+    from disagg.trace import Trace
+
+
+def register(app: typer.Typer) -> None:
+    app.command("sim")(sim)
+
+
+def sim(
+    topology: Path = typer.Argument(
+        help="Topology file with engine.simulated settings, for example cluster/topologies/sim-h100-4p4d.yaml."
+    ),
+    workload: str = typer.Option("sim-mixed", "--workload", help="A shipped workload's or trace workload's name, or a file."),
+    modes: list[str] = typer.Option([], "--mode", help="disagg, colocated or adaptive; repeatable; default: the topology's."),
+    rate: float = typer.Option(1.0, "--rate", help="Send this many times as fast: arrivals are divided by it."),
+    goodput: bool = typer.Option(False, "--goodput", help="Find the highest rate at which 90 % of requests are inside their class."),
+    out: Path = typer.Option(Path("out/sim"), "--out", help="Where result.json and requests.jsonl go; an older result there moves away."),
+    traces: Path | None = typer.Option(None, "--traces", help="Folder of trace files; default: $DISAGG_TRACES."),
+    seed: int | None = typer.Option(None, "--seed", help="Seed of the workload; default: its own."),
+    link_gbps: float = typer.Option(50.0, "--link-gbps", help="Bandwidth of one worker's link each way, in 10^9 bytes/s."),
+    network_ms: float = typer.Option(0.5, "--network-ms", help="One message one way, in milliseconds."),
+    max_tokens: int | None = typer.Option(
+        None, "--max-tokens", help="What every request asks for at most: the router has to guess answers' lengths; default: it is told."
+    ),
+    settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Override a key of the topology, dotted; repeatable."),
+) -> None:
+    """Simulate: seconds of computing for hours of traffic; the same requests, rows and figures as `disagg ab`, marked simulated."""
+    from disagg.ab.trace_workload import load_any_workload, workload_trace
+    from disagg.cli_up import overrides_of
+    from disagg.config import load_topology
+    from disagg.sim.settings import SimSettings
+    from disagg.trace import Scaling, scale
+
+    loaded = load_topology(topology, overrides_of(settings))
+    arms = {mode: loaded.with_mode(_mode(mode)) for mode in modes or [loaded.mode]}
+    wanted = load_any_workload(workload)
+    trace = workload_trace(wanted, loaded.slo_classes, traces, seed=seed)
+    world = SimSettings(
+        network_s=network_ms / 1e3,
+        link_bandwidth=link_gbps * 1e9,
+        timeout_s=wanted.timeout_s,
+        prefix_block_tokens=trace.prefix_block_tokens,
+        max_tokens=max_tokens,
+    )
+    if goodput:
+        _print_goodput(arms, trace, world, rate)
+    else:
+        sent = scale(trace, Scaling(rate_factor=rate)) if rate != 1.0 else trace
+        _print_result(arms, sent, world, wanted.model_dump(mode="json", exclude_none=True), out)
+
+
+def _mode(name: str) -> Any:
+    from disagg.errors import ConfigError, nearest
+    from disagg.types import Mode
+
+    if name not in list(Mode):
+        raise ConfigError(key="--mode", value=name, expected=nearest(name, list(Mode)))
+    return Mode(name)
+
+
+def _print_result(arms: dict[str, Topology], trace: Trace, world: SimSettings, workload: dict[str, Any], out: Path) -> None:
+    from rich.console import Console
+
+    from disagg.ab.out import OutFolder
+    from disagg.ab.rows import RowFile
+    from disagg.ab.simulate import sim_rows, simulate_arms, simulated_result
+    from disagg.ab.table import WIDTH, render
+
+    folder = OutFolder(out)
+    simulated = simulate_arms(arms, trace, world)
+    rows = {arm.name: list(sim_rows(arm, trace.name)) for arm in simulated}
+    with RowFile(folder.requests) as file:
+        for arm in simulated:
+            for row in rows[arm.name]:
+                file.append(row)
+    result = simulated_result(simulated, rows, trace, workload, world)
+    folder.write_result(result.to_json())
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    console.print(render(result))
+    for note in trace.notes:
+        console.print(f"trace: {note}")
+    console.print(f"{folder.result}  {folder.requests}", soft_wrap=True)
+
+
+def _print_goodput(arms: dict[str, Topology], trace: Trace, world: SimSettings, start: float) -> None:
+    from disagg.sim.cluster import simulate
+    from disagg.sim.goodput import find_goodput
+    from disagg.trace import Scaling, scale
+
+    for name, topology in arms.items():
+
+        def attainment(rate: float, topology: Topology = topology) -> float:
+            sent = scale(trace, Scaling(rate_factor=rate))
+            return simulate(topology, sent.requests, world).attainment(topology.slo_classes) or 0.0
+
+        found = find_goodput(attainment, start=start)
+        rps = found.rate * trace.mean_rate_rps
+        typer.echo(f"{name}: {rps:.2f} requests/s ({found.rate:.3f} x the workload's rate, {len(found.probes)} rates tried)")

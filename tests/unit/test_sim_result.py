@@ -1,0 +1,126 @@
+"""A simulation as rows, as result.json and on the command line; trace workloads and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from disagg.ab.result import read_result
+from disagg.ab.rows import read_rows
+from disagg.ab.simulate import sim_rows, simulate_arms, simulated_result
+from disagg.ab.trace_workload import TraceWorkload, find_trace, load_any_workload, shipped_traces, workload_trace
+from disagg.ab.workload import Workload
+from disagg.cli import app
+from disagg.config import SloClass
+from disagg.errors import ConfigError
+from disagg.sim.settings import SimSettings
+from disagg.trace import Trace
+from tests.sim_rig import poisson, sim_topology
+
+TOPOLOGY = Path(__file__).parents[2] / "cluster" / "topologies" / "sim-h100-4p4d.yaml"
+SERVEGEN = "arrival_s,input_tokens,output_tokens\n" + "".join(f"{i / 4},{200 + 10 * i},{20 + i}\n" for i in range(40))
+
+
+@pytest.fixture
+def trace_workload(tmp_path: Path) -> Path:
+    (tmp_path / "t.csv").write_text(SERVEGEN)
+    path = tmp_path / "w.yaml"
+    path.write_text("name: mine\nslo_class: chat\ntrace: {file: t.csv, rate_factor: 2}\n")
+    return path
+
+
+def test_rows_and_figures_agree_with_the_simulation() -> None:
+    trace = Trace("t", tuple(poisson(5.0, 120, 700, 40)))
+    topologies = {mode: sim_topology(mode, prefill=2, decode=2) for mode in ("disagg", "colocated")}
+    settings = SimSettings()
+    arms = simulate_arms(topologies, trace, settings)
+    rows = {arm.name: list(sim_rows(arm, trace.name)) for arm in arms}
+    result = simulated_result(arms, rows, trace, {"name": "t"}, settings)
+    for arm in arms:
+        for row, outcome in zip(rows[arm.name], arm.report.outcomes, strict=True):
+            assert row.is_whole
+            assert row.output_tokens == 40
+            assert row.ttft_s == pytest.approx(outcome.ttft_s, abs=2e-6)
+            assert row.tpot_s == pytest.approx(outcome.tpot_s, abs=1e-6)
+            parts = (row.queue_s or 0) + (row.prefill_s or 0) + 2 * settings.network_s
+            assert row.ttft_s == pytest.approx(parts, abs=5e-6)
+        law = result.arms[arm.name].littles_law
+        assert law is not None
+        assert law.measured == pytest.approx(law.expected, rel=1e-4)
+    assert result.environment["simulated"] is True
+    assert set(result.arms) == {"disagg", "colocated"}
+
+
+def test_command_line_writes_what_the_ab_writes(tmp_path: Path, trace_workload: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["sim", str(TOPOLOGY), "--workload", str(trace_workload), "--mode", "disagg", "--mode", "adaptive", "--out", str(out)]
+    ran = CliRunner().invoke(app, arguments)
+    assert ran.exit_code == 0, ran.output
+    assert "arrivals 2 x as fast" in ran.output
+    result = read_result(out / "result.json")
+    assert set(result.arms) == {"disagg", "adaptive"}
+    assert result.arms["disagg"].sent == 40
+    assert len(read_rows(out / "requests.jsonl")) == 80
+    assert json.loads((out / "result.json").read_text())["environment"]["simulated"] is True
+
+
+def test_command_line_finds_the_goodput(trace_workload: Path) -> None:
+    ran = CliRunner().invoke(app, ["sim", str(TOPOLOGY), "--workload", str(trace_workload), "--goodput", "--rate", "8"])
+    assert ran.exit_code == 0, ran.output
+    assert ran.output.startswith("disagg: ")
+    assert "requests/s" in ran.output
+
+
+def test_shipped_trace_workloads_are_valid() -> None:
+    assert {"azure-conv", "azure-code", "mooncake-conversation", "servegen-r1"} <= set(shipped_traces())
+    for name in shipped_traces():
+        workload = load_any_workload(name)
+        assert isinstance(workload, TraceWorkload)
+        assert workload.name == name
+    assert isinstance(load_any_workload("demo"), Workload)
+
+
+def test_a_trace_is_found_in_the_folder_in_the_variable_or_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t.csv").write_text(SERVEGEN)
+    assert find_trace("t.csv", tmp_path) == tmp_path / "t.csv"
+    monkeypatch.setenv("DISAGG_TRACES", str(tmp_path))
+    assert find_trace("t.csv", None) == tmp_path / "t.csv"
+    monkeypatch.delenv("DISAGG_TRACES")
+    with pytest.raises(ConfigError, match="--traces or DISAGG_TRACES"):
+        find_trace("t.csv", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("name: x\ntrace: {file: t.csv, rate_facter: 2}\n", "trace.rate_facter"),
+        ("name: x\ntrace: {file: t.csv, over: keep}\n", "trace.over"),
+        ("name: x\ntrace: {file: t.csv, rate_factor: 0}\n", "trace.rate_factor"),
+        ("name: x\ntrace: {file: absent.csv}\n", "trace.file"),
+        ("name: x\nslo_class: chatt\ntrace: {file: t.csv}\n", "slo_class"),
+        ("name: x\ntrace: {file: t.csv, max_total_tokens: 2, over: drop}\n", "window_s"),
+    ],
+)
+def test_a_wrong_trace_workload_is_named(tmp_path: Path, text: str, key: str) -> None:
+    (tmp_path / "t.csv").write_text(SERVEGEN)
+    path = tmp_path / "w.yaml"
+    path.write_text(text)
+    classes = [SloClass(name="chat")]
+
+    def load() -> Any:
+        return workload_trace(load_any_workload(str(path)), classes)
+
+    with pytest.raises(ConfigError) as caught:
+        load()
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize(("option", "said"), [(["--mode", "disag"], "disagg"), (["--workload", "azure-con"], "azure-conv")])
+def test_a_wrong_name_on_the_command_line_gets_the_nearest(option: list[str], said: str) -> None:
+    ran = CliRunner().invoke(app, ["sim", str(TOPOLOGY), *option])
+    assert ran.exit_code == 2
+    assert said in ran.output
