@@ -27,7 +27,7 @@ def check(
     topology: Path = typer.Argument(help="A topology file, such as cluster/topologies/cpu-1p1d.yaml."),
     address: str | None = typer.Option(None, "--address", help="Check against the Ray at `auto` or HOST:PORT instead of this machine."),
     settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help=SET_HELP),
-    mode: str | None = typer.Option(None, "--mode", help="disagg or colocated."),
+    mode: str | None = typer.Option(None, "--mode", help="disagg, colocated or adaptive."),
 ) -> None:
     """Validate a topology: placement, memory, engine arguments, ports. Starts nothing. Exit 1 when it would not run."""
     from disagg.launch.check import check_topology, without_memory

@@ -33,7 +33,7 @@ def up(
     address: str | None = typer.Option(None, "--address", help=ADDRESS_HELP),
     detach: bool = typer.Option(False, "--detach", help="Return once it is up; end it with `disagg down`."),
     settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help=SET_HELP),
-    mode: str | None = typer.Option(None, "--mode", help="disagg or colocated."),
+    mode: str | None = typer.Option(None, "--mode", help="disagg, colocated or adaptive."),
     port: int | None = typer.Option(None, "--port", help="The gateway's port; 0 takes a free one."),
     name: str | None = typer.Option(None, "--name", help="Name of the deployment; default: the topology's."),
 ) -> None:

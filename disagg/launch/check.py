@@ -73,7 +73,7 @@ def check_topology(topology: Topology, base_dir: Path, hosts: Sequence[Host] | N
     found = tuple(hosts if hosts is not None else assumed_hosts(topology) if _is_assumed(topology) else [this_host(topology)])
     placed: tuple[Placed, ...] = ()
     try:
-        placed = place(topology, found, what="this machine" if is_here else "the cluster")
+        placed = place(topology, found, there="this machine has" if is_here else "the cluster has")
     except PlacementError as error:
         problems.append(error.message)
     memory = _memory(topology, model, notes)
@@ -259,9 +259,12 @@ def _unlike_pools(topology: Topology) -> list[str]:
 
 def _port_problems(topology: Topology, placed: Sequence[Placed], is_here: bool) -> list[str]:
     problems = []
-    port = topology.gateway.port
-    if is_here and port and (holder := _holder(topology.gateway.host, port)):
-        problems.append(f"gateway.port: {port} is in use by {holder}; expected a free port, or 0")
+    doors = {"port": topology.gateway.port}
+    if topology.engine.kind == "vllm":
+        doors["http_port"] = topology.gateway.http_port or 0
+    for key, port in doors.items():
+        if is_here and port and (holder := _holder(topology.gateway.host, port)):
+            problems.append(f"gateway.{key}: {port} is in use by {holder}; expected a free port, or 0")
     hosts = [each.host for each in placed if each.spec.role is not Role.COLOCATED]
     if topology.kv.port and topology.kv.carrier != "shm" and len(set(hosts)) < len(hosts):
         problems.append(f"kv.port: got {topology.kv.port}, but several workers share a host; expected 0 (any free port)")

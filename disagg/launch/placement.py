@@ -66,7 +66,7 @@ class Host:
     def describe(self, resources: Sequence[str]) -> str:
         """`host 10.0.0.1: 8 GPUs, 64 cores` for people."""
         parts = [_amount(self.amount(name), name) for name in resources]
-        return f"host {self.name}: {', '.join(parts)} free"
+        return f"host {self.name}: {', '.join(parts)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +124,15 @@ def groups(topology: Topology, specs: Sequence[WorkerSpec]) -> tuple[tuple[Worke
     return tuple(tuple(group) for group in members)
 
 
-def place(topology: Topology, hosts: Sequence[Host], *, what: str = "the cluster") -> tuple[Placed, ...]:
-    """Every worker on a host, in the order of `worker_specs`. Raises PlacementError: what is asked, what there is, what is short."""
+def place(topology: Topology, hosts: Sequence[Host], *, there: str = "the cluster has") -> tuple[Placed, ...]:
+    """Every worker on a host, in the order of `worker_specs`. Raises PlacementError: what is asked, what there is, what is short.
+
+    `there`: how the error calls the hosts.
+    """
     specs = worker_specs(topology)
     assigned = _by_group(topology, specs, hosts) or (None if topology.kv.carrier == "shm" else _by_size(specs, hosts))
     if assigned is None:
-        raise _no_room(specs, hosts, what, together=topology.kv.carrier == "shm" and _by_size(specs, hosts) is not None)
+        raise _no_room(specs, hosts, there, together=topology.kv.carrier == "shm" and _by_size(specs, hosts) is not None)
     return with_cores(specs, assigned)
 
 
@@ -191,7 +194,7 @@ def _sum(specs: Sequence[WorkerSpec]) -> dict[str, float]:
     return total
 
 
-def _no_room(specs: Sequence[WorkerSpec], hosts: Sequence[Host], what: str, *, together: bool) -> PlacementError:
+def _no_room(specs: Sequence[WorkerSpec], hosts: Sequence[Host], who_has: str, *, together: bool) -> PlacementError:
     asked = ", ".join(f"{count} x {role} ({asks})" for (role, asks), count in Counter((s.role.value, s.asks) for s in specs).items())
     total = _sum(specs)
     names = sorted(total, key=lambda name: (name != "GPU", name != "CPU", name))
@@ -205,7 +208,7 @@ def _no_room(specs: Sequence[WorkerSpec], hosts: Sequence[Host], what: str, *, t
     else:
         why = "enough in sum, but no single host has what one worker needs" if len(hosts) > 1 else "no room for all of them"
     return PlacementError(
-        f"pools: asks {asked}; {what} has {there}{more}: {why}", key="pools", value=asked, expected="fewer or smaller workers"
+        f"pools: asks {asked}; {who_has} {there}{more}: {why}", key="pools", value=asked, expected="fewer or smaller workers"
     )
 
 

@@ -83,7 +83,7 @@ class RaySession:
             raise ConfigError("this process has a Ray session already; close it first", key="address", value=address)
         if address is None:
             for topology in topologies:
-                place(topology, [this_host(topology)], what="this machine")
+                place(topology, [this_host(topology)], there="this machine has")
         mark, temp_dir = (None, None) if address else (secrets.token_hex(16), _make_temp_dir())
         undo = contextlib.ExitStack()
         session = cls(mark, temp_dir, undo)
@@ -123,7 +123,7 @@ class RaySession:
         deadline_s = time.monotonic() + ROOM_TIMEOUT_S
         while True:
             try:
-                place(topology, self.hosts())
+                place(topology, self.hosts(), there="the cluster has free")
             except PlacementError:
                 if time.monotonic() > deadline_s:
                     raise

@@ -189,7 +189,7 @@ def test_detached_on_a_cluster(env: dict[str, str], topology: Path) -> None:
                 assert answers(record(env, name)["endpoint"])
             full = disagg(env, "up", str(topology), "--address", address, "--detach", "--name", "three")
             assert full.returncode == 2
-            assert "asks 1 x prefill (1 core), 1 x decode (1 core); the cluster has host" in full.stderr
+            assert "asks 1 x prefill (1 core), 1 x decode (1 core); the cluster has free host" in full.stderr
             assert "one" in (listed := disagg(env, "status", "--address", address).stdout)
             assert "two" in listed
             several = disagg(env, "down")

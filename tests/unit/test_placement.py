@@ -87,7 +87,7 @@ def test_a_refusal_says_what_is_asked_what_there_is_and_what_is_short() -> None:
         place(topo, [host("10.0.0.1", 64, gpus=2), host("10.0.0.2", 3)])
     message = caught.value.message
     assert "4 x prefill (1 GPU, 8 cores), 1 x decode (1 core)" in message
-    assert "host 10.0.0.1: 2 GPUs, 64 cores free; host 10.0.0.2: 0 GPUs, 3 cores free" in message
+    assert "host 10.0.0.1: 2 GPUs, 64 cores; host 10.0.0.2: 0 GPUs, 3 cores" in message
     assert message.endswith("short of 2 GPUs")
 
 
