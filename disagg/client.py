@@ -5,9 +5,10 @@
         for part in client.stream("Once upon a time", temperature=0.0):
             print(part.text, end="")
 
-Keyword arguments of `generate` and `stream` are the fields of `Options`; `timeout_s` bounds the whole call, None does not. Errors are those
-of disagg/errors.py, as the gateway raised them; GatewayUnreachableError comes within seconds when nothing listens. Closing the iterator of
-`stream`, or cancelling the task that awaits, cancels the request on every worker.
+Keyword arguments of a client are the fields of `Access` (a token, certificates), those of `generate` and `stream` the fields of `Options`;
+`timeout_s` bounds the whole call, None does not. Errors are those of disagg/errors.py, as the gateway raised them; GatewayUnreachableError
+comes within seconds when nothing listens. Closing the iterator of `stream`, or cancelling the task that awaits, cancels the request on
+every worker.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import grpc.aio
 
 from disagg.client_types import (
     CHANNEL_OPTIONS,
+    Access,
     Answer,
     AnswerBuilder,
     Options,
@@ -79,12 +81,26 @@ class OptionArguments(TypedDict, total=False):
     request_id: str | None
 
 
+class AccessArguments(TypedDict, total=False):
+    """The fields of `Access` as keyword arguments."""
+
+    token: str | None
+    ca: str | None
+    cert: str | None
+    key: str | None
+
+
 class Client:
     """A blocking client. One may be shared by threads. Close it, or use it in `with`."""
 
-    def __init__(self, address: str = "127.0.0.1:8500") -> None:
+    def __init__(self, address: str = "127.0.0.1:8500", **access: Unpack[AccessArguments]) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._access = Access(**access)
+        credentials = self._access.credentials()
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
         self._stub: Any = InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def generate(self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Unpack[OptionArguments]) -> Answer:
@@ -99,7 +115,7 @@ class Client:
         self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Unpack[OptionArguments]
     ) -> Generator[Part, None, None]:
         """The answer as it comes. The request is sent when iteration starts; closing the generator cancels it."""
-        call = self._stub.Generate(to_message(prompt, _options(options)), timeout=timeout_s)
+        call = self._stub.Generate(to_message(prompt, _options(options)), timeout=timeout_s, metadata=self._access.metadata)
         answered = False
         try:
             for message in call:
@@ -113,7 +129,8 @@ class Client:
     def model_info(self, *, timeout_s: float = INFO_TIMEOUT_S) -> ServedModel:
         """What is served, and its limits."""
         try:
-            return to_served_model(self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_s))
+            info = self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_s, metadata=self._access.metadata)
+            return to_served_model(info)
         except grpc.RpcError as error:
             raise to_error(error, self.address, answered=False) from None
 
@@ -131,9 +148,14 @@ class Client:
 class AsyncClient:
     """The client for asyncio. Make and use it inside one event loop; close it, or use it in `async with`."""
 
-    def __init__(self, address: str = "127.0.0.1:8500") -> None:
+    def __init__(self, address: str = "127.0.0.1:8500", **access: Unpack[AccessArguments]) -> None:
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._access = Access(**access)
+        credentials = self._access.credentials()
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
         self._stub: Any = InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def generate(self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Unpack[OptionArguments]) -> Answer:
@@ -148,7 +170,7 @@ class AsyncClient:
         self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Unpack[OptionArguments]
     ) -> AsyncGenerator[Part, None]:
         """The answer as it comes. The request is sent when iteration starts; closing the generator (`aclosing`) cancels it."""
-        call = self._stub.Generate(to_message(prompt, _options(options)), timeout=timeout_s)
+        call = self._stub.Generate(to_message(prompt, _options(options)), timeout=timeout_s, metadata=self._access.metadata)
         answered = False
         try:
             async for message in call:
@@ -162,7 +184,8 @@ class AsyncClient:
     async def model_info(self, *, timeout_s: float = INFO_TIMEOUT_S) -> ServedModel:
         """What is served, and its limits."""
         try:
-            return to_served_model(await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_s))
+            info = await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_s, metadata=self._access.metadata)
+            return to_served_model(info)
         except grpc.RpcError as error:
             raise to_error(error, self.address, answered=False) from None
 

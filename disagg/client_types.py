@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from disagg.errors import (
+    AccessError,
     CancelledRequestError,
+    ConfigError,
     DeadlineError,
     DisaggError,
     EngineError,
@@ -40,6 +43,36 @@ CHANNEL_OPTIONS = (
     # A gateway is reached directly; proxies of the environment are for the web.
     ("grpc.enable_http_proxy", 0),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """How a client shows who it is. `token`: a bearer token. `ca`, `cert`, `key`: paths of PEM files; with any of them it speaks TLS."""
+
+    token: str | None = None
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...] | None:
+        """What is sent with each call."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token is not None else None
+
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """None for a connection in the clear. Raises ConfigError for files that cannot be read."""
+        if self.ca is None and self.cert is None:
+            return None
+        ca, key, cert = (_read(name, getattr(self, name)) for name in ("ca", "key", "cert"))
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def _read(name: str, path: str | None) -> bytes | None:
+    try:
+        return None if path is None else Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{name}: {path}: {error.strerror}", key=name, value=path, expected="a PEM file") from error
+
 
 _FINISH = {pb.FINISH_REASON_STOP: FinishReason.STOP, pb.FINISH_REASON_LENGTH: FinishReason.LENGTH}
 
@@ -298,6 +331,8 @@ def to_error(error: grpc.RpcError, address: str, *, answered: bool) -> DisaggErr
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError("the request's timeout passed before its answer was whole")
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return AccessError(details)
     if code is grpc.StatusCode.CANCELLED:
         return CancelledRequestError("the call was cancelled")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:

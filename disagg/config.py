@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from disagg.errors import ConfigError, nearest
 from disagg.types import Mode, Role
@@ -123,10 +123,31 @@ class KvSettings(_Strict):
         return int(self.inbox_gib * GIB)
 
 
-class GatewaySettings(_Strict):
-    """The front doors: gRPC at `port`, OpenAI's HTTP at `http_port` (null: none; only with engine.kind vllm). 0 takes a free one.
+def _absolute(value: str) -> str:
+    if not Path(value).expanduser().is_absolute():
+        raise ValueError("an absolute path, or one that begins with ~")
+    return str(Path(value).expanduser())
 
-    `http_args`: arguments of vLLM's API server by their Python names, such as chat_template, enable_auto_tool_choice and tool_call_parser.
+
+FilePath = Annotated[str, AfterValidator(_absolute)]  # on the gateway's host
+
+
+class TlsSettings(_Strict):
+    """Encryption of both doors, by PEM files. With `client_ca`, clients must show a certificate that it signed (mutual TLS)."""
+
+    cert: FilePath
+    key: FilePath
+    client_ca: FilePath | None = None
+
+
+class GatewaySettings(_Strict):
+    """The front doors: gRPC at `port`; HTTP at `http_port` (null: none). 0 takes a free one; so does `http_port` unsaid beside `port: 0`.
+
+    HTTP is health, metrics and, with engine.kind vllm, OpenAI's API. `http_args`: arguments of vLLM's API server by their Python names,
+    such as chat_template, enable_auto_tool_choice and tool_call_parser. `token_file`: bearer tokens, one a line; who calls must have one.
+    Off loopback a token or client certificates are needed, unless `insecure` says that the network is safe.
+    `wedged_after_s`: a pool whose workers all hold requests and give no token for so long is not ready.
+    `traces_endpoint`: where OpenTelemetry spans go (OTLP over gRPC, http://HOST:4317).
     """
 
     host: str = "127.0.0.1"
@@ -134,6 +155,28 @@ class GatewaySettings(_Strict):
     http_port: Port | None = 8000
     http_args: PoolArgs = Field(default_factory=dict)
     max_message_mib: PositiveInt = 64
+    tls: TlsSettings | None = None
+    token_file: FilePath | None = None
+    insecure: bool = False
+    wedged_after_s: Annotated[float, Field(gt=0)] = 60.0
+    traces_endpoint: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _free_ports_together(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and value.get("port") == 0 and "http_port" not in value:
+            return {**value, "http_port": 0}
+        return value
+
+    @model_validator(mode="after")
+    def _open_only_to_friends(self) -> GatewaySettings:
+        is_guarded = self.token_file is not None or (self.tls is not None and self.tls.client_ca is not None)
+        if not (is_guarded or self.insecure or self.host in ("localhost", "::1") or self.host.startswith("127.")):
+            raise ValueError(
+                f"host {self.host} opens the gateway to the network: set token_file or tls.client_ca, "
+                "or insecure: true where the network is safe"
+            )
+        return self
 
 
 class AdmissionSettings(_Strict):

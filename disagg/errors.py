@@ -5,6 +5,7 @@
     |- RejectedError            refused by admission; carries a retry-after
     |- DeadlineError            the request's deadline passed
     |- CancelledRequestError    the client went away or cancelled
+    |- AccessError              the caller showed no valid token
     |- UnavailableError         nothing can serve it now
     |  |- WorkerLostError       a worker's process died or stopped answering
     |  |- NoWorkerError         a pool has no live worker
@@ -81,6 +82,10 @@ class DeadlineError(DisaggError):
 
 class CancelledRequestError(DisaggError):
     """The client cancelled."""
+
+
+class AccessError(DisaggError):
+    """The caller showed no valid token."""
 
 
 class UnavailableError(DisaggError):

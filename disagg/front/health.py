@@ -1,53 +1,35 @@
 """The standard health service (grpc.health.v1), answered from the pools at the moment of the question.
 
-Services: "" and the names given. SERVING while every pool that the mode needs has a live worker and the gateway is not closing. Load
-balancers and Kubernetes probes ask it.
+Services: "" and the names given. SERVING while a request could be served (readiness.py). Load balancers and Kubernetes probes ask it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from disagg.policy.view import PoolView
-from disagg.serving.signal import Signal
+from disagg.front.readiness import Readiness
 
 WATCH_INTERVAL_S = 0.2
 
 NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
-class WatchedPools(Protocol):
-    """Live workers, and an event when they change (serving/pool.py)."""
-
-    @property
-    def changes(self) -> Signal: ...
-
-    def view(self, now_s: float) -> PoolView: ...
-
-
 class HealthDoor(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """The servicer."""
 
-    def __init__(self, pools: WatchedPools, services: Sequence[str]) -> None:
-        self._pools = pools
+    def __init__(self, readiness: Readiness, services: Sequence[str]) -> None:
+        self._readiness = readiness
         self._services = frozenset(("", *services))
-        self._closing = False
 
     @property
     def is_serving(self) -> bool:
         """True when a request that comes now can be served."""
-        return not self._closing and self._pools.view(time.monotonic()).missing_role is None
-
-    def close(self) -> None:
-        """NOT_SERVING from now on, so that balancers turn away while running requests end."""
-        self._closing = True
-        self._pools.changes.fire()
+        return self._readiness.obstacle() is None
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
         if request.service not in self._services:
@@ -58,12 +40,12 @@ class HealthDoor(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - the name of the RPC
         said = None
         while True:
-            changed = self._pools.changes.next()
+            changed = self._readiness.pools.changes.next()
             status = self._status(request.service)
             if status != said:
                 said = status
                 yield health_pb2.HealthCheckResponse(status=status)
-            if self._closing:
+            if self._readiness.is_closing:
                 return
             await changed.wait()
             # Workers report many times a second; a watcher wants to know of losses.

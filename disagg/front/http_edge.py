@@ -17,6 +17,7 @@ from typing import Any
 
 from disagg.config import SloClass
 from disagg.errors import InvalidRequestError
+from disagg.front.ops import OPEN_PATHS, Ops
 from disagg.front.terms import CLASS_FIELD, CURRENT, Terms, terms_of, with_class
 
 logger = logging.getLogger(__name__)
@@ -36,12 +37,12 @@ class BodyTooLargeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EdgeSettings:
-    """`open_paths` need no token. `is_allowed` compares the Authorization header (None: everybody may come in)."""
+    """`ops`: pages that are served before all else. `is_allowed` compares the Authorization header (None: everybody may come in)."""
 
     slo_classes: tuple[SloClass, ...]
     max_body_bytes: int
     is_allowed: Callable[[str], bool] | None = None
-    open_paths: frozenset[str] = frozenset()
+    ops: Ops | None = None
 
 
 class HttpEdge:
@@ -62,9 +63,13 @@ class HttpEdge:
     async def _request(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         settings = self._settings
-        is_open = scope["path"] in settings.open_paths or scope["method"] == "OPTIONS"
+        is_open = scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS"
         if not is_open and settings.is_allowed is not None and not settings.is_allowed(headers.get("authorization", "")):
             await _refuse(send, 401, "UnauthorizedError", "a valid bearer token is needed: Authorization: Bearer TOKEN")
+            return
+        page = settings.ops.page(scope["path"]) if settings.ops is not None and scope["method"] in ("GET", "HEAD") else None
+        if page is not None:
+            await _respond(send, page.status, page.body, page.content_type.encode(), [])
             return
         try:
             terms = terms_of(headers, settings.slo_classes)
@@ -198,10 +203,13 @@ async def _refuse(send: Send, status: int, kind: str, message: str, param: str |
 
 
 async def _plain(send: Send, status: int, content: Any, headers: list[tuple[bytes, bytes]], retry_after_s: float | None) -> None:
-    body = json.dumps(content).encode()
-    more = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if retry_after_s is not None:
-        more.append((b"retry-after", _whole_seconds(retry_after_s)))
+        headers = [*headers, (b"retry-after", _whole_seconds(retry_after_s))]
+    await _respond(send, status, json.dumps(content).encode(), b"application/json", headers)
+
+
+async def _respond(send: Send, status: int, body: bytes, content_type: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    more = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*headers, *more]})
     await send({"type": "http.response.body", "body": body})
 

@@ -12,10 +12,12 @@ from grpc_reflection.v1alpha import reflection
 
 from disagg.config import GatewaySettings, Topology
 from disagg.front import health
+from disagg.front.access import TokenCheck, TokenInterceptor, grpc_credentials
 from disagg.front.grpc_door import Coordinator, InferenceDoor
-from disagg.front.health import HealthDoor, WatchedPools
+from disagg.front.health import HealthDoor
 from disagg.front.model_info import Served
 from disagg.front.ports import bracketed, reachable_host, why_not_bound
+from disagg.front.readiness import Readiness
 from disagg.pb import inference_pb2 as pb
 from disagg.pb.inference_pb2_grpc import add_InferenceServicer_to_server
 
@@ -25,33 +27,37 @@ INFERENCE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 class DoorServer:
     """A running server. Made by `start`, ended by `close`."""
 
-    def __init__(self, server: grpc.aio.Server, door: InferenceDoor, health_door: HealthDoor, endpoint: str) -> None:
+    def __init__(self, server: grpc.aio.Server, door: InferenceDoor, readiness: Readiness, endpoint: str) -> None:
         self._server = server
-        self._health = health_door
+        self._readiness = readiness
         self.door = door
         self.endpoint = endpoint
 
     @classmethod
-    async def start(cls, topology: Topology, served: Served, coordinator: Coordinator, pools: WatchedPools) -> Self:
-        """Bind and serve. Raises PlacementError when the port is in use or the host is not ours."""
+    async def start(cls, topology: Topology, served: Served, coordinator: Coordinator, readiness: Readiness) -> Self:
+        """Bind and serve. Raises PlacementError when the port is in use or the host is not ours, ConfigError for unusable files."""
         settings = topology.gateway
-        server = grpc.aio.server(options=_options(settings))
-        door = InferenceDoor(topology, served, coordinator, pools)
-        health_door = HealthDoor(pools, [INFERENCE_NAME])
+        check = TokenCheck.of(settings)
+        credentials = grpc_credentials(settings.tls) if settings.tls is not None else None
+        interceptors = [TokenInterceptor(check)] if check is not None else []
+        server = grpc.aio.server(interceptors=interceptors, options=_options(settings))
+        door = InferenceDoor(topology, served, coordinator, readiness.pools)
+        health_door = HealthDoor(readiness, [INFERENCE_NAME])
         add_InferenceServicer_to_server(door, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(health_door, server)
         reflection.enable_server_reflection((INFERENCE_NAME, health.NAME, reflection.SERVICE_NAME), server)
         try:
-            port = server.add_insecure_port(f"{bracketed(settings.host)}:{settings.port}")
+            address = f"{bracketed(settings.host)}:{settings.port}"
+            port = server.add_secure_port(address, credentials) if credentials is not None else server.add_insecure_port(address)
         except RuntimeError as error:
             await server.stop(None)
             raise await asyncio.to_thread(why_not_bound, settings.host, settings.port, "gateway.port", str(error)) from None
         await server.start()
-        return cls(server, door, health_door, f"{bracketed(reachable_host(settings.host))}:{port}")
+        return cls(server, door, readiness, f"{bracketed(reachable_host(settings.host))}:{port}")
 
     async def close(self, grace_s: float) -> None:
         """Refuse new requests at once, let running ones end for `grace_s` seconds, then cancel them. Idempotent."""
-        self._health.close()
+        self._readiness.close()
         await self._server.stop(grace_s)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import grpc
 
 from disagg.errors import (
+    AccessError,
     CancelledRequestError,
     ConfigError,
     DeadlineError,
@@ -49,6 +50,8 @@ def _code(error: DisaggError) -> grpc.StatusCode:
             return grpc.StatusCode.RESOURCE_EXHAUSTED
         case DeadlineError():
             return grpc.StatusCode.DEADLINE_EXCEEDED
+        case AccessError():
+            return grpc.StatusCode.UNAUTHENTICATED
         case CancelledRequestError():
             return grpc.StatusCode.CANCELLED
         case UnavailableError():

@@ -10,6 +10,7 @@ from typing import Any
 
 from disagg.config import Topology, parse_topology
 from disagg.front.model_info import read_served
+from disagg.front.readiness import Readiness
 from disagg.front.server import DoorServer
 from disagg.policy.view import PoolView, WorkerView
 from disagg.serving.run import Run
@@ -77,6 +78,10 @@ class Scripted:
         self.live = set(roles)
         self.changes.fire()
 
+    @property
+    def open_runs(self) -> tuple[()]:
+        return ()
+
     def view(self, now_s: float) -> PoolView:
         names = {Role.PREFILL: "p0", Role.DECODE: "d0"}
         workers = tuple(WorkerView(names[role], role, "host", EngineState(epoch="e")) for role in sorted(self.live))
@@ -102,7 +107,7 @@ async def serve(script: Script = counting, settings: Topology | None = None) -> 
     scripted = Scripted(script)
     served = read_served(settings, None)
     scripted.model = served.info
-    server = await DoorServer.start(settings, served, scripted, scripted)
+    server = await DoorServer.start(settings, served, scripted, Readiness(scripted, scripted, 60.0))
     try:
         yield Door(scripted, server)
     finally:

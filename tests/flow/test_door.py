@@ -441,7 +441,7 @@ async def test_a_port_held_by_another_kind_of_server_is_refused_too() -> None:
 
 async def test_a_host_that_is_not_ours_is_refused() -> None:
     with pytest.raises(PlacementError, match=r"gateway.host.*192\.0\.2\.1"):
-        async with serve(settings=topology(gateway={"host": "192.0.2.1", "port": 0})):
+        async with serve(settings=topology(gateway={"host": "192.0.2.1", "port": 0, "insecure": True})):
             pass
 
 

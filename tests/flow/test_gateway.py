@@ -38,7 +38,7 @@ class Served:
 
 
 def on_free_port(topology: Topology) -> Topology:
-    return topology.model_copy(update={"gateway": topology.gateway.model_copy(update={"port": 0})})
+    return topology.model_copy(update={"gateway": topology.gateway.model_copy(update={"port": 0, "http_port": 0})})
 
 
 @asynccontextmanager
