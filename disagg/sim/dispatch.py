@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from disagg.config import Topology
-from disagg.engine.simulated_timing import step_model
 from disagg.policy.decision import Decisions
 from disagg.policy.dispatch import Dispatcher
-from disagg.policy.step_cost import from_roofline
+from disagg.policy.priors import priors_of
 from disagg.types import EngineState, Mode, ModelInfo, Request, Role
 
 
@@ -41,5 +40,4 @@ class SimDispatcher(Protocol):
 
 def make_dispatcher(topology: Topology, model: ModelInfo) -> SimDispatcher:
     """The dispatcher of a live gateway of this topology, told the same priors of its workers' speed."""
-    priors = {role: from_roofline(step_model(topology.simulated(role))) for role in topology.active_pools()}
-    return Dispatcher(Mode(topology.mode), model, topology.slo_classes, topology.admission, priors)
+    return Dispatcher(Mode(topology.mode), model, topology.slo_classes, topology.admission, priors_of(topology))

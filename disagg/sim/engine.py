@@ -24,6 +24,7 @@ from disagg.engine.simulated_scheduler import Scheduled, Scheduler
 from disagg.engine.simulated_scheduler import Sequence as ScheduledSequence
 from disagg.engine.simulated_settings import kv_cache_tokens
 from disagg.engine.simulated_timing import plan_seconds, step_model
+from disagg.errors import ConfigError
 from disagg.sim.agenda import Agenda, Appointment
 from disagg.types import EngineState, StepRecord
 
@@ -102,7 +103,9 @@ class _Run:
 
 
 class SimEngine:
-    """See the module. `step_end_s[i]`: when step i ended. `busy_s`: seconds spent in steps. Counters are since the start.
+    """See the module. Seconds are those of the live engine's clock: the device's, divided by the settings' `speed`.
+
+    `step_end_s[i]`: when step i ended. `busy_s`: seconds spent in steps. Counters are since the start.
 
     `recent`: records of the latest steps, oldest first; of a run only its last ones.
     """
@@ -110,7 +113,6 @@ class SimEngine:
     def __init__(self, agenda: Agenda, name: str, settings: SimulatedSettings, prefix_unit_blocks: int = 0) -> None:
         self.name = name
         self.settings = settings
-        self.slow_factor = 1.0
         self.step_end_s = array("d")
         self.busy_s = 0.0
         self.prefill_tokens = 0
@@ -126,6 +128,9 @@ class SimEngine:
             prefixes=self.prefixes,
         )
         self._agenda = agenda
+        self._time_factor = 1.0 / settings.speed if settings.speed else 0.0
+        if settings.speed == 0:
+            raise ConfigError(key="simulated.speed", value=0, expected="a number above 0: steps that take no time have nothing to simulate")
         self._model = step_model(settings)
         self._run: _Run | None = None
         self._is_stepping = False
@@ -153,7 +158,7 @@ class SimEngine:
     def slow_down(self, factor: float) -> None:
         """Steps from the next one on take `factor` times as long as the device's."""
         self._cut()
-        self.slow_factor = factor
+        self._time_factor = factor / self.settings.speed
 
     def state(self) -> EngineState:
         """What the live engine would report now."""
@@ -208,7 +213,7 @@ class SimEngine:
             return
         plan = scheduler.schedule()
         assert plan, f"{self.name}: requests wait, and none of them can run"
-        seconds = plan_seconds(self._model, plan) * self.slow_factor
+        seconds = plan_seconds(self._model, plan) * self._time_factor
         for item in plan:
             leg = item.sequence
             assert isinstance(leg, Leg)
@@ -291,8 +296,8 @@ class SimEngine:
     def _begin_run(self, steps: int) -> None:
         running = self.scheduler.running
         batch, context = len(running), sum([s.num_computed for s in running]) + len(running)
-        first_s = self._model.decode_step_s(batch, context) * self.slow_factor
-        growth_s = self._model.decode_step_s(batch, context + batch) * self.slow_factor - first_s
+        first_s = self._model.decode_step_s(batch, context) * self._time_factor
+        growth_s = self._model.decode_step_s(batch, context + batch) * self._time_factor - first_s
         now_s = self._agenda.now_s
         run = _Run(now_s, first_s, growth_s, steps, Appointment(0.0, 0, None))
         run.end = self._agenda.at(run.end_s(steps), self._end_run)
