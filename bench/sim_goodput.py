@@ -89,7 +89,7 @@ def run(trace: Trace, topology: Topology, factor: float, requests: int) -> SimRe
     window_s = trace.requests[min(requests, len(trace.requests) - 1)].arrival_s
     sent = scale(trace, Scaling(window_s=window_s, max_total_tokens=CONTEXT, over="drop", rate_factor=factor))
     longest = max(r.output_tokens for r in sent.requests)
-    settings = SimSettings(timeout_s=TIMEOUT_S, prefix_block_tokens=sent.prefix_block_tokens, max_tokens=longest)
+    settings = SimSettings(timeout_s=TIMEOUT_S, prefix_block_tokens=sent.prefix_block_tokens, max_tokens=longest, keep_tokens=False)
     return Simulation(topology, sent.requests, settings).run()
 
 
@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--workload", action="append", choices=sorted(CASES))
     parser.add_argument("--arm", action="append", help="colocated-CHUNK, P:D, or adaptive-P:D/CHUNK; repeatable; default: all")
     parser.add_argument("--requests", type=int, default=6000, help="the first so many of each trace")
+    parser.add_argument("--start", type=float, help="rate factor at which the search begins; default: the workload's")
     parser.add_argument("--tolerance", type=float, default=0.01)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of every arm's topology")
     parser.add_argument("--json", type=Path)
@@ -128,7 +129,7 @@ def main() -> None:
         rate = run_rate(trace, given.requests)
         print(f"{name}: {min(given.requests, len(trace.requests))} requests at {rate:.2f}/s; {'; '.join(trace.notes)}", flush=True)
         found[name] = {}
-        start = case.start
+        start = given.start or case.start
         for arm in arms:
             goodput = measure(trace, case, arm, start, given.requests, given.tolerance, extra)
             start = goodput.rate or start

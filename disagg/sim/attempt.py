@@ -218,6 +218,7 @@ class Attempt:
     def _ended_at_gateway(self) -> None:
         if not self._is_over:
             self._is_over = True
-            legs = ((self.source, self._prefill_leg), (self.sink, self._decode_leg))
-            self.outcome.legs = tuple((worker.engine, leg) for worker, leg in legs if leg is not None)
+            if self.source.engine.step_end_s is not None:
+                legs = ((self.source, self._prefill_leg), (self.sink, self._decode_leg))
+                self.outcome.legs = tuple((worker.engine, leg) for worker, leg in legs if leg is not None)
             self._gateway.ended(self)

@@ -347,6 +347,7 @@ def _build_workers(agenda: Agenda, topology: Topology, settings: SimSettings) ->
                 outbox_bytes=topology.kv.outbox_bytes,
                 inbox_bytes=topology.kv.inbox_bytes,
                 prefix_unit_blocks=unit,
+                keep_tokens=settings.keep_tokens,
             )
     return workers
 
@@ -357,7 +358,7 @@ def _worker_report(worker: SimWorker) -> WorkerReport:
         name=worker.name,
         role=worker.role.value,
         busy_s=engine.busy_s,
-        steps=len(engine.step_end_s),
+        steps=engine.num_steps,
         prefill_tokens=engine.prefill_tokens,
         decode_tokens=engine.decode_tokens,
         cached_tokens=engine.cached_tokens,

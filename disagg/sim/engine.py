@@ -105,15 +105,18 @@ class _Run:
 class SimEngine:
     """See the module. Seconds are those of the live engine's clock: the device's, divided by the settings' `speed`.
 
-    `step_end_s[i]`: when step i ended. `busy_s`: seconds spent in steps. Counters are since the start.
+    `step_end_s[i]`: when step i ended; None where it is not kept. `busy_s`: seconds spent in steps. Counters are since the start.
 
     `recent`: records of the latest steps, oldest first; of a run only its last ones.
     """
 
-    def __init__(self, agenda: Agenda, name: str, settings: SimulatedSettings, prefix_unit_blocks: int = 0) -> None:
+    def __init__(
+        self, agenda: Agenda, name: str, settings: SimulatedSettings, prefix_unit_blocks: int = 0, *, keep_tokens: bool = True
+    ) -> None:
         self.name = name
         self.settings = settings
-        self.step_end_s = array("d")
+        self.num_steps = 0
+        self.step_end_s: array[float] | None = array("d") if keep_tokens else None
         self.busy_s = 0.0
         self.prefill_tokens = 0
         self.decode_tokens = 0
@@ -191,6 +194,7 @@ class SimEngine:
 
     def token_times_s(self, leg: Leg) -> np.ndarray:
         """When each token of `leg` was sampled, seconds: [tokens] float64."""
+        assert self.step_end_s is not None, "token times were not kept"
         ends = np.frombuffer(self.step_end_s, dtype=np.float64)
         spans = [ends[first:behind] for first, behind in zip(leg.steps[::2], leg.steps[1::2], strict=True)]
         return np.concatenate(spans) if spans else np.empty(0)
@@ -236,8 +240,10 @@ class SimEngine:
         return least
 
     def _end_step(self, plan: Sequence[Scheduled], seconds: float) -> None:
-        index = len(self.step_end_s)
-        self.step_end_s.append(self._agenda.now_s)
+        index = self.num_steps
+        self.num_steps += 1
+        if self.step_end_s is not None:
+            self.step_end_s.append(self._agenda.now_s)
         self._count(1, seconds)
         self._record(plan, seconds)
         sampled = []
@@ -289,7 +295,7 @@ class SimEngine:
                 pairs += item.num_tokens * (cached + (item.num_tokens + 1) / 2)
         self.prefill_tokens += prefill
         self.decode_tokens += decodes
-        self.recent.append(StepRecord(len(self.step_end_s), seconds, prefill, pairs, decodes, context))
+        self.recent.append(StepRecord(self.num_steps, seconds, prefill, pairs, decodes, context))
 
     # ---- runs
 
@@ -324,11 +330,13 @@ class SimEngine:
         assert run is not None
         now_s = self._agenda.now_s
         steps = run.steps if leaving is None else run.steps_done(now_s)
-        index = len(self.step_end_s)
+        index = self.num_steps
         if steps:
-            number = np.arange(1, steps + 1, dtype=np.float64)
-            ends = run.start_s + number * run.first_s + run.growth_s * (number * (number - 1) / 2)
-            self.step_end_s.frombytes(ends.tobytes())
+            self.num_steps += steps
+            if self.step_end_s is not None:
+                number = np.arange(1, steps + 1, dtype=np.float64)
+                ends = run.start_s + number * run.first_s + run.growth_s * (number * (number - 1) / 2)
+                self.step_end_s.frombytes(ends.tobytes())
             self._count(steps, run.end_s(steps) - run.start_s)
             self._record_run(run, steps)
             self.scheduler.advance(steps)
@@ -354,7 +362,7 @@ class SimEngine:
         running = self.scheduler.running
         batch, context = len(running), sum([s.num_computed for s in running]) + len(running)
         self.decode_tokens += steps * batch
-        behind = len(self.step_end_s) - steps
+        behind = self.num_steps - steps
         for i in range(max(0, steps - _RECORDS_OF_RUN), steps):
             seconds = run.first_s + i * run.growth_s
             self.recent.append(StepRecord(behind + i + 1, seconds, 0, 0.0, batch, context + i * batch))

@@ -21,7 +21,7 @@ class Outcome:
     """One request; instants are seconds since the simulation's begin, None when never reached.
 
     `sent_s` and the token instants are the client's, `received_s` and `routed_s` the gateway's. `transferred_s`: the KV was whole on the
-    decode side, as the gateway learned it. `tokens` names the legs that made its tokens, with the engines that know when.
+    decode side, as the gateway learned it. `legs` made its tokens, and their engines know when; empty where token times are not kept.
     """
 
     index: int

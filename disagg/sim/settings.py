@@ -16,6 +16,7 @@ class SimSettings:
     model's own. `report_interval_s`: how old a worker's state may get at the gateway. `timeout_s`: each request's deadline.
     `prefix_block_tokens`: tokens per prefix identity of the trace; 0 turns prefix caches off. `max_tokens`: what every request asks for at
     most, while its answer ends where the trace says: the router has to guess; None tells it each answer's length, as `ignore_eos` does.
+    `keep_tokens`: remember when each token came; without it memory does not grow with tokens, and outcomes know first and last only.
     """
 
     network_s: float = 0.5e-3
@@ -26,6 +27,7 @@ class SimSettings:
     timeout_s: float = 120.0
     prefix_block_tokens: int = 0
     max_tokens: int | None = None
+    keep_tokens: bool = True
 
     def __post_init__(self) -> None:
         for name in ("link_bandwidth", "report_interval_s", "timeout_s"):

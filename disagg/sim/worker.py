@@ -73,10 +73,11 @@ class SimWorker:
         outbox_bytes: int,
         inbox_bytes: int,
         prefix_unit_blocks: int,
+        keep_tokens: bool,
     ) -> None:
         self.name = name
         self.role = role
-        self.engine = SimEngine(agenda, name, settings, prefix_unit_blocks)
+        self.engine = SimEngine(agenda, name, settings, prefix_unit_blocks, keep_tokens=keep_tokens)
         self.outbox = Room(agenda, outbox_bytes)
         self.inbox = Room(agenda, inbox_bytes)
         self.reported_s = 0.0
