@@ -87,7 +87,7 @@ def decide(comparisons: Sequence[Comparison]) -> Verdict:
     arm: ArmName = chosen or "disagg"
     same = _listed([c for c in overall if c.better is None], arm)
     if chosen is None:
-        reason = f"No difference is shown over all requests (disagg against colocated): {same or 'none completed in both arms'}."
+        reason = f"No difference beyond the noise over all requests (disagg against colocated): {same or 'none completed in both arms'}."
         for name in ("disagg", "colocated"):
             own = [c for c in by_class if c.better == name]
             reason += f" {name.capitalize()} is better in {_listed(own, name)}." if own else ""
@@ -95,7 +95,7 @@ def decide(comparisons: Sequence[Comparison]) -> Verdict:
     reason = f"{arm.capitalize()} is better in {_listed([c for c in (*overall, *by_class) if c.better == arm], arm)}."
     worse = _listed([c for c in (*overall, *by_class) if c.better not in (arm, None)], arm)
     reason += f" It is worse in {worse}." if worse else ""
-    reason += f" No difference is shown in {same}." if same else ""
+    reason += f" Within the noise of this run: {same}." if same else ""
     return Verdict(arm, reason, tuple(comparisons))
 
 

@@ -177,7 +177,7 @@ def test_attainment_decides_before_the_gaps():
 def test_equal_arms_show_no_difference(seed: int):
     verdict = judge(arm("disagg", stall=0.3, ttft=0.3, seed=seed), arm("colocated", stall=0.3, ttft=0.3, seed=seed + 100), CLASSES)
     assert verdict.choose == "either"
-    assert verdict.reason.startswith("No difference is shown")
+    assert verdict.reason.startswith("No difference beyond the noise")
 
 
 def test_a_difference_that_one_round_contradicts_is_none():
@@ -202,7 +202,7 @@ def test_a_class_that_pays_is_named():
 
     verdict = judge(mixed("disagg", 0.4, 0), mixed("colocated", 0.1, 0.5), CLASSES)
     assert verdict.choose == "disagg"
-    costs = verdict.reason.partition("It is worse in")[2].partition("No difference")[0]
+    costs = verdict.reason.partition("It is worse in")[2].partition("Within the noise")[0]
     assert "chat TTFT p50" in costs
     assert "document TTFT" not in costs
     gaps = {c.slo_class: c for c in verdict.comparisons if c.measure.startswith("ITL")}
