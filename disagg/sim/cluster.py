@@ -249,7 +249,7 @@ class Simulation:
         outcome = entry.outcome
         outcome.routed_s = self._agenda.now_s
         outcome.prefill_worker, outcome.decode_worker = grant.route.prefill, grant.route.decode
-        outcome.predicted_ttft_s, outcome.predicted_tpot_s = grant.prediction.ttft_s, grant.prediction.tpot_s
+        outcome.predicted_ttft_s, outcome.predicted_tpot_s = grant.admitted.ttft_s, grant.admitted.tpot_s
         self._note("routed", outcome, f"{grant.route.prefill}>{grant.route.decode}")
         entry.attempt = Attempt(
             self._agenda,
