@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
     from disagg.client import Answer
+    from disagg.client_types import Prompt
 
 DEFAULT_ADDRESS = "127.0.0.1:8500"
 
@@ -32,7 +34,13 @@ def generate(
     slo_class: str | None = typer.Option(None, "--slo-class", help="An SLO class of the topology."),
     priority: int | None = typer.Option(None, "--priority", help="Higher goes first."),
     chat: bool = typer.Option(False, "--chat", help="Take the prompt as a user's message, by the model's chat template."),
-    chat_model: str | None = typer.Option(None, "--chat-model", help="Folder or name of the template's model [default: the served one]."),
+    system: str | None = typer.Option(None, "--system", help="A system message before it, with --chat."),
+    json_schema: Path | None = typer.Option(None, "--json-schema", help="A file: the answer follows this JSON schema."),
+    regex: str | None = typer.Option(None, "--regex", help="The answer matches this regular expression."),
+    token: str | None = typer.Option(None, "--token", envvar="DISAGG_TOKEN", help="A bearer token, where the gateway asks for one."),
+    ca: str | None = typer.Option(None, "--ca", envvar="DISAGG_CA", help="PEM file of the authority to trust; speaks TLS."),
+    cert: str | None = typer.Option(None, "--cert", envvar="DISAGG_CERT", help="PEM file of this client's certificate."),
+    key: str | None = typer.Option(None, "--key", envvar="DISAGG_KEY", help="PEM file of its key."),
     timeout_s: float | None = typer.Option(None, "--timeout", help="Give up after so many seconds."),
     as_json: bool = typer.Option(False, "--json", help="Print the whole answer as JSON."),
 ) -> None:
@@ -48,10 +56,14 @@ def generate(
         "logprobs": logprobs,
         "slo_class": slo_class,
         "priority": priority,
+        "json_schema": json_schema.read_text() if json_schema is not None else None,
+        "regex": regex,
     }
     text = sys.stdin.read() if prompt == "-" else prompt
-    asked = _chat_prompt(address, text, chat_model) if chat else text
-    answer = _ask(address, asked, options, timeout_s, show=stream and not as_json)
+    system_message = [{"role": "system", "content": system}] if system is not None else []
+    asked = [*system_message, {"role": "user", "content": text}] if chat else text
+    access = {"token": token, "ca": ca, "cert": cert, "key": key}
+    answer = _ask(address, asked, options, access, timeout_s, show=stream and not as_json)
     if as_json:
         typer.echo(_as_json(answer))
         return
@@ -61,33 +73,16 @@ def generate(
     typer.echo(summary(answer), err=True)
 
 
-def _chat_prompt(address: str, text: str, model: str | None) -> list[int]:
-    """The token ids of a conversation of one message; the model's folder must be on this machine."""
-    from pathlib import Path
-
-    from disagg.client import Client
-    from disagg.client_chat import chat_token_ids
-    from disagg.errors import ConfigError
-    from disagg.models import resolve_model
-
-    if model is None:
-        with Client(address) as client:
-            model = client.model_info().model
-    folder = resolve_model(model, Path.cwd(), check_hub=False)
-    if not isinstance(folder, Path):
-        expected = "a folder with the model's tokenizer.json and chat template"
-        raise ConfigError(f"--chat: {model} is not on this machine; give its folder by --chat-model", key="--chat-model", expected=expected)
-    return chat_token_ids(folder, [{"role": "user", "content": text}])
-
-
-def _ask(address: str, prompt: str | list[int], options: dict[str, Any], timeout_s: float | None, *, show: bool) -> Answer:
+def _ask(
+    address: str, prompt: Prompt, options: dict[str, Any], access: dict[str, str | None], timeout_s: float | None, *, show: bool
+) -> Answer:
     """The answer; its text is printed as it comes when `show`."""
     import time
     from contextlib import closing
 
     from disagg.client import AnswerBuilder, Client
 
-    with Client(address) as client:
+    with Client(address, **access) as client:
         builder = AnswerBuilder(time.monotonic())
         with closing(client.stream(prompt, timeout_s=timeout_s, **options)) as parts:
             for part in parts:

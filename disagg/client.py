@@ -14,7 +14,7 @@ every worker.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
@@ -27,9 +27,11 @@ from disagg.client_types import (
     Access,
     Answer,
     AnswerBuilder,
+    AnswersBuilder,
     Options,
     Part,
     PoolInfo,
+    Prompt,
     ServedModel,
     SloClassInfo,
     Usage,
@@ -43,8 +45,10 @@ from disagg.pb import inference_pb2 as pb
 from disagg.pb.inference_pb2_grpc import InferenceStub
 
 __all__ = [
+    "Access",
     "Answer",
     "AnswerBuilder",
+    "AnswersBuilder",
     "AsyncClient",
     "Client",
     "OptionArguments",
@@ -76,6 +80,20 @@ class OptionArguments(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool | None
     logprobs: int | None
+    prompt_logprobs: int | None
+    logit_bias: Mapping[int, float] | None
+    bad_words: Sequence[str]
+    allowed_token_ids: Sequence[int]
+    json_schema: str | Mapping[str, Any] | None
+    json_object: bool | None
+    regex: str | None
+    choice: Sequence[str] | None
+    grammar: str | None
+    n: int | None
+    include_stop_str_in_output: bool | None
+    skip_special_tokens: bool | None
+    truncate_prompt_tokens: int | None
+    cache_salt: str | None
     slo_class: str | None
     priority: int | None
     request_id: str | None
@@ -103,17 +121,19 @@ class Client:
             self._channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
         self._stub: Any = InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
-    def generate(self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Unpack[OptionArguments]) -> Answer:
-        """The whole answer to a prompt of text or token ids."""
-        builder = AnswerBuilder(time.monotonic())
+    def generate(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[OptionArguments]) -> Answer:
+        """The whole answer to a prompt of text, token ids or messages ([{"role": "user", "content": ...}])."""
+        return self.generate_n(prompt, timeout_s=timeout_s, **_one(options))[0]
+
+    def generate_n(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[OptionArguments]) -> list[Answer]:
+        """All `n` answers to one prompt, by their index."""
+        builder = AnswersBuilder(time.monotonic())
         with closing(self.stream(prompt, timeout_s=timeout_s, **options)) as parts:
             for part in parts:
                 builder.add(part, time.monotonic())
-        return builder.answer()
+        return builder.answers(options.get("n") or 1)
 
-    def stream(
-        self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Unpack[OptionArguments]
-    ) -> Generator[Part, None, None]:
+    def stream(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[OptionArguments]) -> Generator[Part, None, None]:
         """The answer as it comes. The request is sent when iteration starts; closing the generator cancels it."""
         call = self._stub.Generate(to_message(prompt, _options(options)), timeout=timeout_s, metadata=self._access.metadata)
         answered = False
@@ -158,16 +178,20 @@ class AsyncClient:
             self._channel = grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
         self._stub: Any = InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
-    async def generate(self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Unpack[OptionArguments]) -> Answer:
-        """The whole answer to a prompt of text or token ids."""
-        builder = AnswerBuilder(time.monotonic())
+    async def generate(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[OptionArguments]) -> Answer:
+        """The whole answer to a prompt of text, token ids or messages ([{"role": "user", "content": ...}])."""
+        return (await self.generate_n(prompt, timeout_s=timeout_s, **_one(options)))[0]
+
+    async def generate_n(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[OptionArguments]) -> list[Answer]:
+        """All `n` answers to one prompt, by their index."""
+        builder = AnswersBuilder(time.monotonic())
         async with aclosing(self.stream(prompt, timeout_s=timeout_s, **options)) as parts:
             async for part in parts:
                 builder.add(part, time.monotonic())
-        return builder.answer()
+        return builder.answers(options.get("n") or 1)
 
     async def stream(
-        self, prompt: str | Sequence[int], *, timeout_s: float | None = None, **options: Unpack[OptionArguments]
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[OptionArguments]
     ) -> AsyncGenerator[Part, None]:
         """The answer as it comes. The request is sent when iteration starts; closing the generator (`aclosing`) cancels it."""
         call = self._stub.Generate(to_message(prompt, _options(options)), timeout=timeout_s, metadata=self._access.metadata)
@@ -198,6 +222,12 @@ class AsyncClient:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
+
+
+def _one(arguments: OptionArguments) -> OptionArguments:
+    if (n := arguments.get("n")) not in (None, 1):
+        raise InvalidRequestError(field="n", value=n, expected="1, or generate_n() for several answers")
+    return arguments
 
 
 def _options(arguments: OptionArguments) -> Options:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -95,12 +96,31 @@ class Options:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] = ()
+    allowed_token_ids: Sequence[int] = ()
+    json_schema: str | Mapping[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    n: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = None
     slo_class: str | None = None
     priority: int | None = None
     request_id: str | None = None
 
 
-_OUTSIDE_SAMPLING = ("slo_class", "priority", "request_id")
+_OUTSIDE_SAMPLING = ("slo_class", "priority", "request_id", "truncate_prompt_tokens", "cache_salt")
+_LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
+_FORMS = ("json_schema", "json_object", "regex", "choice", "grammar")
+
+Messages = Sequence[Mapping[str, str]]  # [{"role": "user", "content": text}, ...]
+Prompt = str | Sequence[int] | Messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +145,18 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One step of a streamed answer. `finish` and `usage` come with the last part only."""
+    """One step of a streamed answer. `finish` and `usage` come with the last part only.
+
+    `index`: which of n answers. `prompt_logprobs`, on an answer's first part when asked for: one token per prompt token.
+    """
 
     request_id: str
     tokens: tuple[Token, ...]
     text: str
     finish: FinishReason | None = None
     usage: Usage | None = None
+    index: int = 0
+    prompt_logprobs: tuple[Token, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +170,8 @@ class Answer:
     usage: Usage
     ttft_s: float
     e2e_s: float
+    index: int = 0
+    prompt_logprobs: tuple[Token, ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -165,6 +192,7 @@ class AnswerBuilder:
         self._first_s = self._last_s = sent_s
         self._tokens: list[Token] = []
         self._texts: list[str] = []
+        self._prompt_logprobs: tuple[Token, ...] = ()
         self._last: Part | None = None
 
     def add(self, part: Part, now_s: float) -> None:
@@ -173,6 +201,7 @@ class AnswerBuilder:
             self._last_s = now_s
         self._tokens.extend(part.tokens)
         self._texts.append(part.text)
+        self._prompt_logprobs = self._prompt_logprobs or part.prompt_logprobs
         self._last = part
 
     def answer(self) -> Answer:
@@ -188,7 +217,24 @@ class AnswerBuilder:
             usage=last.usage,
             ttft_s=self._first_s - self._sent_s,
             e2e_s=self._last_s - self._sent_s,
+            index=last.index,
+            prompt_logprobs=self._prompt_logprobs,
         )
+
+
+class AnswersBuilder:
+    """The same for a stream of several answers."""
+
+    def __init__(self, sent_s: float) -> None:
+        self._sent_s = sent_s
+        self._builders: dict[int, AnswerBuilder] = {}
+
+    def add(self, part: Part, now_s: float) -> None:
+        self._builders.setdefault(part.index, AnswerBuilder(self._sent_s)).add(part, now_s)
+
+    def answers(self, n: int) -> list[Answer]:
+        """All n, by their index. Raises EngineError when one is not whole."""
+        return [self._builders.get(index, AnswerBuilder(self._sent_s)).answer() for index in range(n)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,14 +272,17 @@ class ServedModel:
     pools: tuple[PoolInfo, ...]
 
 
-def to_message(prompt: str | Sequence[int], options: Options) -> pb.GenerateRequest:
-    """The wire request. Raises InvalidRequestError for values of the wrong type or beyond 64 bits."""
+def to_message(prompt: Prompt, options: Options) -> pb.GenerateRequest:
+    """The wire request. Raises InvalidRequestError for values of the wrong type or beyond 64 bits, and for more than one form."""
     message = pb.GenerateRequest()
     if isinstance(prompt, str):
         try:
             message.text = prompt
         except ValueError as error:
             raise InvalidRequestError(field="prompt", value=prompt, expected="text that can be written as UTF-8") from error
+    elif prompt and isinstance(prompt[0], Mapping):
+        for entry in prompt:
+            _add_message(message.chat, entry)
     else:
         _extend("prompt", message.token_ids.ids, prompt)
         message.token_ids.SetInParent()
@@ -243,12 +292,41 @@ def to_message(prompt: str | Sequence[int], options: Options) -> pb.GenerateRequ
         target: Any = message if option.name in _OUTSIDE_SAMPLING else message.sampling
         if value is None:
             continue
-        if option.name in ("stop", "stop_token_ids"):
+        if option.name in _LISTS:
             # A lone string would be taken for its characters.
             _extend(option.name, getattr(target, option.name), [value] if isinstance(value, str) else value)
+        elif option.name == "choice":
+            _extend("choice", message.sampling.choice.texts, value)
+            message.sampling.choice.SetInParent()
+        elif option.name == "logit_bias":
+            _update(message.sampling.logit_bias, value)
         else:
-            _set(target, option.name, value)
+            _set(target, option.name, json.dumps(value) if option.name == "json_schema" and not isinstance(value, str) else value)
+    _check_one_form(options)
     return message
+
+
+def _add_message(chat: pb.Chat, entry: Any) -> None:
+    if not isinstance(entry, Mapping) or set(entry) != {"role", "content"}:
+        raise InvalidRequestError(field="prompt", value=entry, expected='messages of the form {"role": ..., "content": ...}')
+    message = chat.messages.add()
+    _set(message, "role", entry["role"])
+    _set(message, "content", entry["content"])
+
+
+def _update(target: Any, biases: Mapping[int, float]) -> None:
+    try:
+        for token_id, bias in biases.items():
+            target[token_id] = bias
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidRequestError(field="logit_bias", value=biases, expected="a mapping of token ids to numbers") from error
+
+
+def _check_one_form(options: Options) -> None:
+    """The wire would keep the last one in silence."""
+    given = [name for name in _FORMS if getattr(options, name) is not None]
+    if len(given) > 1:
+        raise InvalidRequestError(field=given[1], value=f"beside {given[0]}", expected=f"at most one of {', '.join(_FORMS)}")
 
 
 def _set(target: Any, name: str, value: Any) -> None:
@@ -273,12 +351,14 @@ def to_part(message: pb.GenerateResponse) -> Part:
         text=message.text,
         finish=_FINISH.get(message.finish_reason),
         usage=_usage(message.usage) if message.HasField("usage") else None,
+        index=message.index,
+        prompt_logprobs=tuple([_token(token) for token in message.prompt_logprobs]),
     )
 
 
 def _token(message: pb.Token) -> Token:
     top = tuple(TopLogprob(t.id, t.logprob) for t in message.top_logprobs)
-    return Token(message.id, message.logprob if message.HasField("logprob") else None, top)
+    return Token(message.id, message.logprob if message.HasField("logprob") else None, top, message.rank)
 
 
 def _usage(message: pb.Usage) -> Usage:

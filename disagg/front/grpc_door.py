@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Protocol
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -22,12 +24,12 @@ from disagg.errors import DeadlineError, DisaggError, EngineError, InvalidReques
 from disagg.front.model_info import Served
 from disagg.front.status import Status, status_of
 from disagg.front.text import TextPart, TextStream
-from disagg.front.validate import Limits, check_head, check_text_size, to_request
+from disagg.front.validate import Limits, check_head, check_messages, check_text_size, to_request
 from disagg.pb import inference_pb2 as pb
 from disagg.pb.inference_pb2_grpc import InferenceServicer
 from disagg.policy.view import PoolView
 from disagg.serving.timeline import Timeline
-from disagg.types import FinishReason, Phase, Request, Role, Route, Token, new_id
+from disagg.types import FinishReason, Phase, PromptLogprobs, Request, Role, Route, Token, new_id
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ INLINE_TEXT_CHARS = 4096
 WRITE_TIMEOUT_S = 60.0
 # The request's own deadline comes a little before the call's, so that the typed error is there in time.
 DEADLINE_MARGIN_S = 0.05
+TIMING_KEY = "server-timing"
 
 _FINISH = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 
@@ -87,8 +90,14 @@ class InferenceDoor(InferenceServicer):
     def __init__(self, topology: Topology, served: Served, coordinator: Coordinator, pools: Pools) -> None:
         self._topology = topology
         self._tokenizer = served.tokenizer
-        max_token_bytes = served.tokenizer.max_token_bytes if served.tokenizer else None
-        self._limits = Limits(served.info, topology.slo_classes, max_token_bytes)
+        self._chat = served.chat
+        self._limits = Limits(
+            served.info,
+            topology.slo_classes,
+            served.tokenizer.max_token_bytes if served.tokenizer else None,
+            partial(served.tokenizer.encode, is_whole=False) if served.tokenizer else None,
+            has_logits=topology.engine.kind != "simulated",
+        )
         self._coordinator = coordinator
         self._pools = pools
         self._running: set[str] = set()
@@ -135,52 +144,75 @@ class InferenceDoor(InferenceServicer):
 
     async def _generate(self, message: pb.GenerateRequest, request_id: str, arrival_s: float, context: Context) -> None:
         with self._registered(request_id):
-            request = await self._checked(message, request_id, arrival_s, _deadline_s(context, arrival_s))
-            run = self._coordinator.submit(request)
-            await self._answer(request, run, context)
+            head = check_head(message, self._limits)
+            token_ids = await self._token_ids(message)
+            deadline_s = _deadline_s(context, arrival_s)
+            request = to_request(request_id, head, token_ids, self._limits, arrival_s=arrival_s, deadline_s=deadline_s)
+            answer = _AnswerStream(context, request_id)
+            if head.n == 1:
+                await self._answer(0, request, answer)
+            else:
+                await _all(self._answer(index, _nth(request, index), answer) for index in range(head.n))
 
-    async def _checked(self, message: pb.GenerateRequest, request_id: str, arrival_s: float, deadline_s: float | None) -> Request:
-        """The request for serving. Raises InvalidRequestError."""
-        limits = self._limits
-        head = check_head(message, limits)
-        if message.WhichOneof("prompt") == "text":
-            token_ids: Sequence[int] = await self._tokens(message.text)
-        else:
-            token_ids = message.token_ids.ids
-        return to_request(request_id, head, token_ids, limits, arrival_s=arrival_s, deadline_s=deadline_s)
+    async def _token_ids(self, message: pb.GenerateRequest) -> Sequence[int]:
+        """The prompt's. Raises InvalidRequestError."""
+        kind = message.WhichOneof("prompt")
+        if kind == "text":
+            check_text_size(message.text, self._limits)
+            return await self._tokens(message.text, is_whole=True)
+        if kind == "chat":
+            messages = [{"role": m.role, "content": m.content} for m in message.chat.messages]
+            arguments = check_messages(messages, message.chat.template_arguments_json, self._limits)
+            if self._chat is None:
+                raise InvalidRequestError(
+                    field="chat", value="messages", expected="text or token ids: the served model has no chat template"
+                )
+            text = await asyncio.to_thread(self._chat.render, messages, arguments)
+            check_text_size(text, self._limits)
+            return await self._tokens(text, is_whole=False)
+        return message.token_ids.ids
 
-    async def _tokens(self, text: str) -> list[int]:
-        check_text_size(text, self._limits)
+    async def _tokens(self, text: str, *, is_whole: bool) -> list[int]:
         assert self._tokenizer is not None
         if len(text) <= INLINE_TEXT_CHARS:
-            return self._tokenizer.encode(text)
-        return await asyncio.to_thread(self._tokenizer.encode, text)
+            return self._tokenizer.encode(text, is_whole=is_whole)
+        return await asyncio.to_thread(self._tokenizer.encode, text, is_whole=is_whole)
 
-    async def _answer(self, request: Request, run: Run, context: Context) -> None:
-        """Send the answer as it comes; the last response, with usage, once the run has ended on every worker."""
+    async def _answer(self, index: int, request: Request, answer: _AnswerStream) -> None:
+        """Send one answer as it comes; its last response, with usage, once the run has ended on every worker."""
+        run = self._coordinator.submit(request)
         text = self._text_stream(request)
         num_tokens = 0
         last: TextPart | None = None
+        table: PromptLogprobs | None = None
         async with aclosing(run.chunks()) as chunks:
             async for chunk in chunks:
                 part = text.push(chunk.tokens, chunk.finish) if text else TextPart(chunk.tokens, "", chunk.finish)
                 num_tokens += len(part.tokens)
+                table = table or chunk.prompt_logprobs
                 if part.finish is not None:
                     last = part
                     # A stop string ends an answer that its workers would go on with: whole, and not cancelled.
                     run.end(Phase.FINISHED)
                     break
-                await _write(context, _response(request.request_id, part))
+                await answer.write(index, part, request, table)
+                table = None
         if last is None:
             raise EngineError(f"the answer ended after {num_tokens} tokens without a finish reason")
-        response = _response(request.request_id, last)
-        response.usage.CopyFrom(_usage(request, run, num_tokens))
-        await _write(context, response)
+        await answer.write(index, last, request, table, _usage(request, run, num_tokens))
 
     def _text_stream(self, request: Request) -> TextStream | None:
         if self._tokenizer is None:
             return None
-        return TextStream(self._tokenizer, request.prompt_token_ids, request.sampling.stop, request.sampling.min_tokens)
+        sampling = request.sampling
+        return TextStream(
+            self._tokenizer,
+            request.prompt_token_ids,
+            sampling.stop,
+            sampling.min_tokens,
+            keep_stop=sampling.include_stop_str_in_output,
+            skip_special=sampling.skip_special_tokens,
+        )
 
     @contextmanager
     def _registered(self, request_id: str) -> Iterator[None]:
@@ -192,6 +224,70 @@ class InferenceDoor(InferenceServicer):
             yield
         finally:
             self._running.discard(request_id)
+
+
+class _AnswerStream:
+    """The call's responses. Several answers may write; the transport takes one response at a time."""
+
+    def __init__(self, context: Context, request_id: str) -> None:
+        self._context = context
+        self._request_id = request_id
+        self._lock = asyncio.Lock()
+
+    async def write(
+        self, index: int, part: TextPart, request: Request, table: PromptLogprobs | None, usage: pb.Usage | None = None
+    ) -> None:
+        """Hand one response to the transport; waits while the client's window is full. DeadlineError: the client stopped reading."""
+        response = pb.GenerateResponse(
+            request_id=self._request_id, tokens=[_token(token) for token in part.tokens], text=part.text, index=index
+        )
+        if table is not None:
+            response.prompt_logprobs.extend(_prompt_tokens(request, table))
+        if part.finish is not None:
+            response.finish_reason = _FINISH[part.finish]
+        if usage is not None:
+            response.usage.CopyFrom(usage)
+            self._context.set_trailing_metadata(((TIMING_KEY, server_timing(usage.timing)),))
+        async with self._lock:
+            try:
+                async with asyncio.timeout(WRITE_TIMEOUT_S):
+                    await self._context.write(response)
+            except TimeoutError:
+                raise DeadlineError(f"the client took nothing of its answer for {WRITE_TIMEOUT_S:g} s") from None
+
+
+def server_timing(timing: pb.Timing) -> str:
+    """The phases in the syntax of HTTP's Server-Timing, in milliseconds."""
+    spans = (("queue", timing.queue_s), ("prefill", timing.prefill_s), ("transfer", timing.transfer_s), ("decode", timing.decode_s))
+    return ", ".join(f"{name};dur={seconds * 1e3:.3f}" for name, seconds in spans)
+
+
+def _nth(request: Request, index: int) -> Request:
+    """One of several answers' requests. Seeds are derived as vLLM does."""
+    seed = request.sampling.seed
+    sampling = request.sampling if seed is None else replace(request.sampling, seed=seed + index)
+    return replace(request, request_id=f"{index}_{request.request_id}", sampling=sampling)
+
+
+async def _all(answers: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """All of them; the first error ends the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for answer in answers:
+                group.create_task(answer)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+def _prompt_tokens(request: Request, table: PromptLogprobs) -> list[pb.Token]:
+    """One message per prompt token; the first has nothing before it to be likely after."""
+    tokens = [pb.Token(id=request.prompt_token_ids[0])]
+    for row, rank in enumerate(table.ranks):
+        begin = row * table.width
+        ids, logprobs = table.token_ids[begin : begin + table.width], table.logprobs[begin : begin + table.width]
+        top = [pb.TopLogprob(id=i, logprob=p) for i, p in zip(ids[1:], logprobs[1:], strict=True)]
+        tokens.append(pb.Token(id=ids[0], logprob=logprobs[0], top_logprobs=top, rank=rank))
+    return tokens
 
 
 def _status(error: Exception, request_id: str) -> Status:
@@ -208,27 +304,11 @@ def _deadline_s(context: Context, now_s: float) -> float | None:
     return None if remaining_s is None else now_s + max(0.0, remaining_s - min(DEADLINE_MARGIN_S, 0.1 * remaining_s))
 
 
-async def _write(context: Context, response: pb.GenerateResponse) -> None:
-    """Hand one response to the transport; waits while the client's window is full. DeadlineError: the client stopped reading."""
-    try:
-        async with asyncio.timeout(WRITE_TIMEOUT_S):
-            await context.write(response)
-    except TimeoutError:
-        raise DeadlineError(f"the client took nothing of its answer for {WRITE_TIMEOUT_S:g} s") from None
-
-
-def _response(request_id: str, part: TextPart) -> pb.GenerateResponse:
-    response = pb.GenerateResponse(request_id=request_id, tokens=[_token(token) for token in part.tokens], text=part.text)
-    if part.finish is not None:
-        response.finish_reason = _FINISH[part.finish]
-    return response
-
-
 def _token(token: Token) -> pb.Token:
     if token.logprob is None:
         return pb.Token(id=token.token_id)
     top = [pb.TopLogprob(id=t.token_id, logprob=t.logprob) for t in token.top]
-    return pb.Token(id=token.token_id, logprob=token.logprob, top_logprobs=top)
+    return pb.Token(id=token.token_id, logprob=token.logprob, top_logprobs=top, rank=token.rank)
 
 
 def _usage(request: Request, run: Run, num_tokens: int) -> pb.Usage:

@@ -11,21 +11,23 @@ from typing import Any
 from disagg.config import Topology
 from disagg.engine.simulated_settings import simulated_model_info
 from disagg.errors import ConfigError, ModelError
+from disagg.front.chat import ChatTemplate
 from disagg.front.text import SyntheticTokenizer, Tokenizer, load_tokenizer
 from disagg.types import ModelInfo
 
 # Keys under which models state how many positions they know, as vLLM reads them.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
-_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _BYTES_PER_DTYPE = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The model's facts and, when it has one, its tokenizer."""
+    """The model's facts and, when it has them, its tokenizer and its chat template."""
 
     info: ModelInfo
     tokenizer: Tokenizer | None
+    chat: ChatTemplate | None = None
 
 
 def read_served(topology: Topology, model: str | None) -> Served:
@@ -38,7 +40,8 @@ def read_served(topology: Topology, model: str | None) -> Served:
     if model is None:
         raise ConfigError(key="model", value=model, expected="a folder or hub name when engine.kind is vllm")
     folder = Path(model) if Path(model).is_dir() else _hub_folder(model)
-    return Served(_info(topology, folder), load_tokenizer(folder))
+    tokenizer = load_tokenizer(folder)
+    return Served(_info(topology, folder), tokenizer, ChatTemplate.beside(folder) if tokenizer is not None else None)
 
 
 def _simulated_info(topology: Topology) -> ModelInfo:

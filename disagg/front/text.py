@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -30,12 +31,12 @@ class Tokenizer(Protocol):
         """Most UTF-8 bytes of a text that one token can stand for."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the model's tokenizer adds to a plain prompt. Long texts: not in an event loop."""
+    def encode(self, text: str, *, is_whole: bool = True) -> list[int]:
+        """Token ids; with the special tokens that a plain prompt begins with when `is_whole`. Long texts: not in an event loop."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text, without special tokens; bytes that are no whole character become U+FFFD."""
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text; bytes that are no whole character become U+FFFD."""
         ...
 
 
@@ -71,13 +72,13 @@ class ModelTokenizer:
     def max_token_bytes(self) -> int:
         return self._max_token_bytes
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, is_whole: bool = True) -> list[int]:
         # The batch call lets other threads run; the single one holds the interpreter for the whole text.
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=True)[0].ids
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=is_whole)[0].ids
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special))
 
 
 def load_tokenizer(folder: Path) -> ModelTokenizer | None:
@@ -94,10 +95,10 @@ class SyntheticTokenizer:
 
     max_token_bytes = 1
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, is_whole: bool = True) -> list[int]:
         return list(text.encode())
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         return "".join(f"{self._word(token_id)} " for token_id in token_ids)
 
     def _word(self, token_id: int) -> str:
@@ -131,8 +132,19 @@ class TextStream:
     `decode(ids)` minus `decode(ids[:_said])` is the pending text: decoding it with its context keeps what depends on neighbours.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str] = (), min_tokens: int = 0) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        *,
+        keep_stop: bool = False,
+        skip_special: bool = True,
+    ) -> None:
+        """`keep_stop`: what ends the answer, a stop string or token, is part of its text. `skip_special`: special tokens are not."""
+        self._decode_ids = partial(tokenizer.decode, skip_special=skip_special)
+        self._keep_stop = keep_stop
         self._ids = list(prompt_token_ids[-CONTEXT_TOKENS:])
         self._said = self._whole_characters()
         # A prompt of token ids may end inside a character, which the answer then completes.
@@ -146,7 +158,7 @@ class TextStream:
         """How many of the prompt's last tokens, counted from the front, end with a whole character; all when none do."""
         num = len(self._ids)
         ends = range(num, max(0, num - MAX_CHAR_TOKENS), -1)
-        return next((end for end in ends if not self._tokenizer.decode(self._ids[:end]).endswith(UNFINISHED)), num)
+        return next((end for end in ends if not self._decode_ids(self._ids[:end]).endswith(UNFINISHED)), num)
 
     def push(self, tokens: Sequence[Token], finish: FinishReason | None = None) -> TextPart:
         """Add one step's tokens. `finish` as the engine said it; a stop token's own text is not part of the answer, as in vLLM."""
@@ -156,7 +168,7 @@ class TextStream:
             kept.append(token)
             self._num_tokens += 1
             ends_by_token = finish is FinishReason.STOP and index == len(tokens) - 1
-            said = "" if ends_by_token else self._decode(token.token_id)
+            said = "" if ends_by_token and not self._keep_stop else self._decode(token.token_id)
             part, hit = self._through_stops(said)
             text += part
             if hit:
@@ -181,8 +193,8 @@ class TextStream:
 
     def _pending(self, end: int) -> str:
         """The text of the tokens from `_said` to `end`."""
-        before = self._tokenizer.decode(self._ids[: self._said])
-        return self._tokenizer.decode(self._ids[:end])[len(before) :]
+        before = self._decode_ids(self._ids[: self._said])
+        return self._decode_ids(self._ids[:end])[len(before) :]
 
     def _say(self, text: str, start: int, said: int) -> str:
         """Move the marks, forget what is before them, and return `text` without a broken character of the prompt's own."""
@@ -216,7 +228,8 @@ class TextStream:
         ends = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if ends:
             # The one that is complete first, as if tokens came one by one.
-            given, self._held = self._held[: min(ends)[1]], ""
+            end, begin = min(ends)
+            given, self._held = self._held[: end if self._keep_stop else begin], ""
             return given, True
         keep = self._possible_beginning()
         given, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]

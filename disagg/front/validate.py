@@ -6,12 +6,15 @@ prompt's. Bounds are such that no value that passes can make an engine's arithme
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from disagg.config import SloClass
 from disagg.errors import InvalidRequestError, nearest
+from disagg.front.checks import between, number
+from disagg.front.validate_shape import Encode, check_unshaped, shape
 from disagg.pb import inference_pb2 as pb
 from disagg.types import ModelInfo, Request, Sampling
 
@@ -22,15 +25,24 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_PRIORITY = 1000
 MAX_REQUEST_ID_CHARS = 128
+MAX_SALT_CHARS = 256
+MAX_MESSAGES = 1024
+MAX_N = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What requests are checked against. `max_token_bytes`: most bytes of text that one token can stand for; None: no text served."""
+    """What requests are checked against.
+
+    `max_token_bytes`: most bytes of text that one token can stand for; None: no text served. `encode`: a word to token ids.
+    `has_logits`: False for simulated engines.
+    """
 
     model: ModelInfo
     slo_classes: tuple[SloClass, ...]
     max_token_bytes: int | None
+    encode: Encode | None = None
+    has_logits: bool = True
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -40,12 +52,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a request says beside its prompt, checked. `max_tokens` is None when the client left it to us."""
+    """What a request says beside its prompt, checked. `max_tokens` is None when the client left it to us. `n`: answers wanted."""
 
     sampling: Sampling
     max_tokens: int | None
     slo_class: str
     priority: int
+    n: int = 1
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str = ""
 
 
 def check_head(message: pb.GenerateRequest, limits: Limits) -> Head:
@@ -54,13 +69,53 @@ def check_head(message: pb.GenerateRequest, limits: Limits) -> Head:
     chosen = _slo_class(message.slo_class, limits.slo_classes)
     priority = chosen.priority
     if message.HasField("priority"):
-        priority = _between("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        priority = between("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
     given = message.sampling
     max_tokens = given.max_tokens if given.HasField("max_tokens") else None
     if max_tokens is not None:
-        _between("max_tokens", max_tokens, 1, limits.max_prompt_tokens)
+        between("max_tokens", max_tokens, 1, limits.max_prompt_tokens)
     sampling = _sampling(given, max_tokens, limits)
-    return Head(sampling=sampling, max_tokens=max_tokens, slo_class=chosen.name, priority=priority)
+    truncate = None
+    if message.HasField("truncate_prompt_tokens"):
+        truncate = between("truncate_prompt_tokens", message.truncate_prompt_tokens, 1, limits.max_prompt_tokens)
+    if len(message.cache_salt) > MAX_SALT_CHARS:
+        raise InvalidRequestError(field="cache_salt", value=message.cache_salt, expected=f"at most {MAX_SALT_CHARS} characters")
+    return Head(
+        sampling=sampling,
+        max_tokens=max_tokens,
+        slo_class=chosen.name,
+        priority=priority,
+        n=_n(given, sampling),
+        truncate_prompt_tokens=truncate,
+        cache_salt=message.cache_salt,
+    )
+
+
+def _n(given: pb.SamplingParams, sampling: Sampling) -> int:
+    n = between("n", given.n, 1, MAX_N) if given.HasField("n") else 1
+    if n > 1 and sampling.temperature == 0.0:
+        raise InvalidRequestError(field="n", value=n, expected="1 with temperature 0, where all answers would be the same")
+    return n
+
+
+def check_messages(messages: Sequence[Mapping[str, str]], arguments_json: str, limits: Limits) -> dict[str, Any]:
+    """The template's further arguments. Raises InvalidRequestError for a conversation that cannot become a prompt."""
+    if limits.max_token_bytes is None:
+        raise InvalidRequestError(
+            field="chat", value="messages", expected="token ids: the served model has no tokenizer beside its weights"
+        )
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise InvalidRequestError(field="chat.messages", value=f"{len(messages)} messages", expected=f"from 1 to {MAX_MESSAGES}")
+    longest = limits.max_prompt_tokens * limits.max_token_bytes
+    if sum(len(message["content"]) for message in messages) > longest:
+        raise InvalidRequestError(field="chat.messages", value="their texts", expected=f"surely under {longest} bytes together")
+    try:
+        arguments = json.loads(arguments_json) if arguments_json else {}
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidRequestError(field="chat.template_arguments_json", value=arguments_json, expected="a JSON object")
+    return arguments
 
 
 def check_text_size(text: str, limits: Limits) -> None:
@@ -100,7 +155,8 @@ def to_request(
     request_id: str, head: Head, token_ids: Sequence[int], limits: Limits, *, arrival_s: float, deadline_s: float | None
 ) -> Request:
     """The request that serving sees. `arrival_s` and `deadline_s` are monotonic instants. Raises InvalidRequestError."""
-    ids = check_token_ids(token_ids, limits)
+    kept = head.truncate_prompt_tokens
+    ids = check_token_ids(token_ids if kept is None else token_ids[-kept:], limits)
     room = limits.model.max_model_len - len(ids)
     if head.max_tokens is not None and head.max_tokens > room:
         raise InvalidRequestError(
@@ -119,6 +175,7 @@ def to_request(
         priority=head.priority,
         arrival_s=arrival_s,
         deadline_s=deadline_s,
+        cache_salt=head.cache_salt,
     )
 
 
@@ -146,17 +203,19 @@ def _slo_class(name: str, classes: tuple[SloClass, ...]) -> SloClass:
 
 def _sampling(given: pb.SamplingParams, max_tokens: int | None, limits: Limits) -> Sampling:
     neutral = Sampling()
-    temperature = _number("temperature", given.temperature, 0.0, 100.0) if given.HasField("temperature") else neutral.temperature
-    top_p = _number("top_p", given.top_p, 0.0, 1.0, open_low=True) if given.HasField("top_p") else neutral.top_p
-    min_p = _number("min_p", given.min_p, 0.0, 1.0) if given.HasField("min_p") else neutral.min_p
-    top_k = _between("top_k", given.top_k, -1, limits.model.vocab_size) if given.HasField("top_k") else neutral.top_k
+    temperature = number("temperature", given.temperature, 0.0, 100.0) if given.HasField("temperature") else neutral.temperature
+    top_p = number("top_p", given.top_p, 0.0, 1.0, open_low=True) if given.HasField("top_p") else neutral.top_p
+    min_p = number("min_p", given.min_p, 0.0, 1.0) if given.HasField("min_p") else neutral.min_p
+    top_k = between("top_k", given.top_k, -1, limits.model.vocab_size) if given.HasField("top_k") else neutral.top_k
     repetition = neutral.repetition_penalty
     if given.HasField("repetition_penalty"):
-        repetition = _number("repetition_penalty", given.repetition_penalty, 0.01, 100.0)
+        repetition = number("repetition_penalty", given.repetition_penalty, 0.01, 100.0)
     min_tokens = given.min_tokens
     most = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
     if not 0 <= min_tokens <= most:
         raise InvalidRequestError(field="min_tokens", value=min_tokens, expected=f"from 0 to max_tokens, which is {most}")
+    if not limits.has_logits:
+        check_unshaped(given)
     return Sampling(
         max_tokens=most,
         min_tokens=min_tokens,
@@ -164,14 +223,17 @@ def _sampling(given: pb.SamplingParams, max_tokens: int | None, limits: Limits) 
         top_p=top_p,
         top_k=max(top_k, 0),
         min_p=min_p,
-        seed=_between("seed", given.seed, 0, 2**63 - 1) if given.HasField("seed") else None,
-        presence_penalty=_number("presence_penalty", given.presence_penalty, -2.0, 2.0),
-        frequency_penalty=_number("frequency_penalty", given.frequency_penalty, -2.0, 2.0),
+        seed=between("seed", given.seed, 0, 2**63 - 1) if given.HasField("seed") else None,
+        presence_penalty=number("presence_penalty", given.presence_penalty, -2.0, 2.0),
+        frequency_penalty=number("frequency_penalty", given.frequency_penalty, -2.0, 2.0),
         repetition_penalty=repetition,
         stop=_stop(given.stop, limits),
         stop_token_ids=_stop_token_ids(given.stop_token_ids, limits.model.vocab_size),
         ignore_eos=given.ignore_eos,
-        logprobs=_between("logprobs", given.logprobs, 0, MAX_LOGPROBS) if given.HasField("logprobs") else None,
+        logprobs=between("logprobs", given.logprobs, 0, MAX_LOGPROBS) if given.HasField("logprobs") else None,
+        include_stop_str_in_output=given.include_stop_str_in_output,
+        skip_special_tokens=given.skip_special_tokens if given.HasField("skip_special_tokens") else True,
+        **shape(given, limits.model.vocab_size, MAX_LOGPROBS, limits.encode),
     )
 
 
@@ -190,19 +252,5 @@ def _stop_token_ids(ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     if len(ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequestError(field="stop_token_ids", value=list(ids), expected=f"at most {MAX_STOP_TOKEN_IDS} ids")
     for index, token in enumerate(ids):
-        _between(f"stop_token_ids[{index}]", token, 0, vocab_size - 1)
+        between(f"stop_token_ids[{index}]", token, 0, vocab_size - 1)
     return tuple(ids)
-
-
-def _between(field: str, value: int, low: int, high: int) -> int:
-    if not low <= value <= high:
-        raise InvalidRequestError(field=field, value=value, expected=f"an integer from {low} to {high}")
-    return value
-
-
-def _number(field: str, value: float, low: float, high: float, *, open_low: bool = False) -> float:
-    # NaN fails both comparisons.
-    if not (math.isfinite(value) and low <= value <= high and not (open_low and value == low)):
-        expected = f"a number above {low:g} and at most {high:g}" if open_low else f"a number from {low:g} to {high:g}"
-        raise InvalidRequestError(field=field, value=value, expected=expected)
-    return value

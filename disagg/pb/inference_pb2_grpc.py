@@ -52,6 +52,7 @@ class InferenceServicer:
     def Generate(self, request, context):
         """One request, answered as a stream: the first response carries the first token as soon as it is sampled.
         Errors: the gRPC status; the trailing metadata key `disagg-error-bin` carries the typed error as JSON.
+        Times: the trailing metadata key `server-timing` (queue, prefill, transfer, decode; `dur` in milliseconds, as in HTTP's header).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.config import Topology, parse_topology
-from disagg.front.model_info import read_served
+from disagg.front.model_info import Served, read_served
 from disagg.front.readiness import Readiness
 from disagg.front.server import DoorServer
 from disagg.policy.view import PoolView, WorkerView
@@ -101,11 +101,11 @@ class Door:
 
 
 @asynccontextmanager
-async def serve(script: Script = counting, settings: Topology | None = None) -> AsyncIterator[Door]:
+async def serve(script: Script = counting, settings: Topology | None = None, served: Served | None = None) -> AsyncIterator[Door]:
     """The door on a free port; ends with the assertion that no request is left in it."""
     settings = settings or topology()
     scripted = Scripted(script)
-    served = read_served(settings, None)
+    served = served or read_served(settings, None)
     scripted.model = served.info
     server = await DoorServer.start(settings, served, scripted, Readiness(scripted, scripted, 60.0))
     try:

@@ -20,8 +20,10 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from disagg.client import Answer, AsyncClient, Client, OptionArguments, Options
 from disagg.client_types import CONNECT_TIMEOUT_S
 from disagg.errors import DeadlineError, GatewayUnreachableError, InvalidRequestError, RejectedError, UnavailableError
-from disagg.front.text import SyntheticTokenizer
-from disagg.types import Chunk, FinishReason, Phase, Request, Token
+from disagg.front.chat import ChatTemplate
+from disagg.front.model_info import Served
+from disagg.front.text import SyntheticTokenizer, load_tokenizer
+from disagg.types import Chunk, FinishReason, ModelInfo, Phase, Request, Token
 from tests.flow.scripted import serve, topology
 
 ROOT = Path(__file__).parents[2]
@@ -272,22 +274,20 @@ async def test_generate_as_json() -> None:
 
 
 async def test_generate_chat_uses_the_models_template(tmp_path: Path) -> None:
-    pytest.importorskip("jinja2")
-    tokenizer = Tokenizer(WordLevel({"[user]": 7, "hello": 8, "[you]": 9, "?": 0}, unk_token="?"))
+    tokenizer = Tokenizer(WordLevel({"[user]": 7, "hello": 8, "[you]": 9, "[system]": 5, "short": 6, "?": 0}, unk_token="?"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}[you]")
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_text("{}")
-    async with serve() as door:
-        command = generate_command("hello", "--chat", "--chat-model", str(tmp_path), "--address", door.address, "--max-tokens", "2")
+    model = Served(ModelInfo("m", 100, 100, 1), load_tokenizer(tmp_path), ChatTemplate.beside(tmp_path))
+    async with serve(served=model) as door:
+        command = generate_command("hello", "--chat", "--system", "short", "--address", door.address, "--max-tokens", "2")
         status, _, err = await run(*command)
         assert status == 0, err
-        assert door.scripted.requests[0].prompt_token_ids == (7, 8, 9)
-        # The served model of this test is not on this machine.
+        assert door.scripted.requests[0].prompt_token_ids == (5, 6, 7, 8, 9)
+    async with serve() as door:
         status, _, err = await run(*generate_command("hello", "--chat", "--address", door.address))
         assert status == 2
-        assert "a-model" in err
+        assert "no chat template" in err
 
 
 async def test_generate_ends_with_one_line_and_a_status_on_errors() -> None:

@@ -340,7 +340,7 @@ async def test_long_texts_are_tokenised_beside_the_loop(monkeypatch: pytest.Monk
     """While one prompt is being tokenised, others are answered."""
     started, go_on = threading.Event(), threading.Event()
 
-    def slow(self: SyntheticTokenizer, text: str) -> list[int]:
+    def slow(self: SyntheticTokenizer, text: str, *, is_whole: bool = True) -> list[int]:
         started.set()
         assert go_on.wait(20)
         return list(text.encode())
