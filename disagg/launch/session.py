@@ -28,7 +28,7 @@ from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ig
 from ray.exceptions import RayError
 
 from disagg.config import Topology
-from disagg.errors import ConfigError, PlacementError
+from disagg.errors import ConfigError, EngineError, PlacementError
 from disagg.launch.check import this_host
 from disagg.launch.placement import Host, WorkerSpec, place, worker_specs
 from disagg.launch.processes import MARK, end, find_marked
@@ -39,6 +39,7 @@ NAMESPACE = "disagg"
 LOCAL_HOST = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # Ray's floor is 75 MiB; nothing of ours goes through it
 CONNECT_TIMEOUT_S = 5.0
+START_ATTEMPTS = 2
 ROOM_TIMEOUT_S = 3.0
 ATTEMPT_TIMEOUT_S = 120.0
 BROKEN_CHECK_S = 0.5
@@ -77,7 +78,7 @@ class RaySession:
 
         `token`: what the Ray at `address` wants to see; default: what Ray finds in this user's settings. A local Ray's is its `mark`.
         Each topology alone must fit this machine: arms of a comparison share its cores. Raises PlacementError when one does
-        not, ConfigError when no Ray answers or this process has a session already.
+        not, ConfigError when no Ray answers or this process has a session already, EngineError when Ray does not start.
         """
         if ray.is_initialized():
             raise ConfigError("this process has a Ray session already; close it first", key="address", value=address)
@@ -93,7 +94,7 @@ class RaySession:
             if address:
                 _connect(address)
             else:
-                _start_local([spec for topology in topologies for spec in worker_specs(topology)], str(temp_dir))
+                _start_local([spec for topology in topologies for spec in worker_specs(topology)], str(temp_dir), mark or "")
             # Ray prints every death of a worker on our terminal, and has no switch for that; we report those in our own words.
             ray_worker.print_to_stdstream = lambda data, ignore_prefix=False: log.debug("ray: %s", data.get("lines"))
             session.address = str(ray.get_runtime_context().gcs_address)
@@ -195,7 +196,22 @@ def _connect(address: str) -> None:
         ) from error
 
 
-def _start_local(specs: Sequence[WorkerSpec], temp_dir: str) -> None:
+def _start_local(specs: Sequence[WorkerSpec], temp_dir: str, mark: str) -> None:
+    """Start a Ray. It gives itself 30 s, which a machine that is busy may miss, so it gets a second chance. Raises EngineError."""
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            _init_local(specs, temp_dir)
+        except Exception as error:
+            ray.shutdown()
+            end(find_marked(mark))
+            if attempt == START_ATTEMPTS:
+                raise EngineError(f"Ray does not start on this machine: {_first_line(error)}; `disagg doctor` may say why") from error
+            log.warning("Ray did not start (%s); trying once more", _first_line(error))
+        else:
+            return
+
+
+def _init_local(specs: Sequence[WorkerSpec], temp_dir: str) -> None:
     resources: dict[str, float] = {}
     for spec in specs:
         for name, value in spec.resources:
