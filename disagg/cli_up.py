@@ -75,7 +75,11 @@ def status(
     if not found:
         console.print("no deployment is up")
     for each in found:
-        console.print(_without_answer(each) if isinstance(each, Record) else _table(each))
+        if isinstance(each, Record):
+            console.print(_without_answer(each))
+        else:
+            console.print(f"{each.name}: {escape(each.model)}, {each.mode}, at {each.endpoint}", soft_wrap=True)
+            console.print(_table(each))
     if any(isinstance(each, Record) or not each.is_healthy for each in found):
         raise typer.Exit(1)
 
@@ -119,8 +123,7 @@ def _without_answer(record: Record) -> str:
 
 
 def _table(status: DeploymentStatus) -> Table:
-    title = f"{status.name}: {status.model}, {status.mode}, at {status.endpoint}"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), header_style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for heading in ("worker", "state", "epoch", "host", "pid"):
         table.add_column(heading, no_wrap=heading != "state")
     for heading in ("restarts", "running", "waiting", "KV"):

@@ -199,7 +199,8 @@ class GatewayActor:
                 state=live.get(name),
                 trouble="" if name in live else watched.trouble or "lost; waiting for its restart",
             )
-            for name, watched in self._watched.items()
+            for name, _, _ in self._plan.workers
+            if (watched := self._watched.get(name)) is not None
         )
         topology = self._plan.topology
         return DeploymentStatus(self._plan.name, topology.model, topology.mode, gateway.endpoint, os.getpid(), workers)

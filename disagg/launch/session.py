@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -219,7 +220,7 @@ def _init_local(specs: Sequence[WorkerSpec], temp_dir: str) -> None:
     ray.init(
         num_cpus=max(1, sum(spec.cores for spec in specs)),
         num_gpus=None if any(spec.gpus for spec in specs) else 0,
-        resources=resources or None,
+        resources={name: math.ceil(value) for name, value in resources.items()} or None,  # Ray wants whole numbers
         namespace=NAMESPACE,
         include_dashboard=False,
         log_to_driver=False,
