@@ -125,7 +125,7 @@ class Request:
     `prior_output`: tokens that the client already has from an earlier attempt (empty at first). An engine continues
     after prompt + prior_output, and counts them against `sampling.max_tokens` and `min_tokens`.
     `arrival_s`: monotonic instant at the gateway. `deadline_s`: monotonic instant after which nobody wants the answer.
-    `cache_salt`: prefix caches share blocks only among requests of one salt.
+    `cache_salt`: prefix caches share blocks only among requests of one salt. `traceparent`: W3C trace context, passed on; empty for none.
     """
 
     request_id: str
@@ -137,6 +137,7 @@ class Request:
     deadline_s: float | None = None
     prior_output: tuple[int, ...] = ()
     cache_salt: str = ""
+    traceparent: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -330,7 +330,10 @@ class VllmEngine:
         priority = -request.priority if self._llm.vllm_config.scheduler_config.policy == "priority" else 0
         reasoning = reasoning_arguments(request.sampling.structure)
         tokens = tokens_input(prompt, cache_salt=request.cache_salt or None)
-        adding = self._spawn(self._llm.add_request(request.request_id, tokens, params, priority=priority, **reasoning))
+        is_traced = request.traceparent and self._llm.observability_config.otlp_traces_endpoint is not None
+        headers = {"traceparent": request.traceparent} if is_traced else None
+        add = self._llm.add_request(request.request_id, tokens, params, priority=priority, trace_headers=headers, **reasoning)
+        adding = self._spawn(add)
         try:
             return await asyncio.shield(adding)
         except asyncio.CancelledError:

@@ -21,6 +21,7 @@ from disagg.front.ports import bracketed, listening_socket, reachable_host
 from disagg.front.readiness import Readiness
 from disagg.front.request_log import log_request
 from disagg.front.server import DoorServer
+from disagg.front.tracing import Tracing
 from disagg.serving.coordinator import Coordinator
 from disagg.serving.pool import Pool
 
@@ -40,7 +41,8 @@ class Gateway:
     `has_openai_api`: False where HTTP is health and metrics only.
     """
 
-    def __init__(self, pool: Pool, coordinator: Coordinator, server: DoorServer, http: _HttpDoor | None) -> None:
+    def __init__(self, pool: Pool, coordinator: Coordinator, server: DoorServer, http: _HttpDoor | None, tracing: Tracing | None) -> None:
+        self._tracing = tracing
         self.pool = pool
         self.coordinator = coordinator
         self._server = server
@@ -57,7 +59,9 @@ class Gateway:
         coordinator = Coordinator(pool, topology, served.info)
         readiness = Readiness(pool, coordinator, topology.gateway.wedged_after_s)
         metrics = Metrics(topology, pool, coordinator)
-        observed = ObservedCoordinator(coordinator, readiness.progressed, [metrics.observe, log_request])
+        endpoint = topology.gateway.traces_endpoint
+        tracing = Tracing.to(endpoint, topology.name) if endpoint is not None else None
+        observed = ObservedCoordinator(coordinator, readiness.progressed, [metrics.observe, log_request], tracing)
         async with AsyncExitStack() as undo:
             undo.push_async_callback(pool.close)
             server = await DoorServer.start(topology, served, observed, readiness)
@@ -67,7 +71,7 @@ class Gateway:
         logger.info("gateway of %s (%s) at %s", topology.name, served.info.name, server.endpoint)
         if http is not None:
             logger.info("%s at http://%s", "OpenAI API" if http.has_openai_api else "health and metrics", http.endpoint)
-        return cls(pool, coordinator, server, http)
+        return cls(pool, coordinator, server, http, tracing)
 
     @property
     def endpoint(self) -> str:
@@ -87,6 +91,8 @@ class Gateway:
         await asyncio.gather(*doors)
         await self.coordinator.close()
         await self.pool.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
 
 class _HttpDoor:

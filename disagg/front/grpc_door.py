@@ -24,6 +24,7 @@ from disagg.errors import DeadlineError, DisaggError, EngineError, InvalidReques
 from disagg.front.model_info import Served
 from disagg.front.status import Status, status_of
 from disagg.front.text import TextPart, TextStream
+from disagg.front.tracing import TRACEPARENT, valid_traceparent
 from disagg.front.validate import Limits, check_head, check_messages, check_text_size, to_request
 from disagg.pb import inference_pb2 as pb
 from disagg.pb.inference_pb2_grpc import InferenceServicer
@@ -147,7 +148,15 @@ class InferenceDoor(InferenceServicer):
             head = check_head(message, self._limits)
             token_ids = await self._token_ids(message)
             deadline_s = _deadline_s(context, arrival_s)
-            request = to_request(request_id, head, token_ids, self._limits, arrival_s=arrival_s, deadline_s=deadline_s)
+            request = to_request(
+                request_id,
+                head,
+                token_ids,
+                self._limits,
+                arrival_s=arrival_s,
+                deadline_s=deadline_s,
+                traceparent=_traceparent(context),
+            )
             answer = _AnswerStream(context, request_id)
             if head.n == 1:
                 await self._answer(0, request, answer)
@@ -297,6 +306,12 @@ def _status(error: Exception, request_id: str) -> Status:
         return status_of(error)
     logger.error("request %s: unexpected error", request_id, exc_info=error)
     return status_of(EngineError(f"request {request_id} failed by a fault of the gateway; its log has the details"))
+
+
+def _traceparent(context: Context) -> str:
+    metadata = context.invocation_metadata() or ()
+    given = next((value for key, value in metadata if key == TRACEPARENT), "")
+    return valid_traceparent(given) if isinstance(given, str) else ""
 
 
 def _deadline_s(context: Context, now_s: float) -> float | None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 
 from disagg.errors import RejectedError
+from disagg.front.tracing import Tracing
 from disagg.serving.coordinator import Coordinator
 from disagg.serving.run import Run
 from disagg.types import Chunk, Phase, Request, Route
@@ -23,6 +25,7 @@ class ObservedRun:
     """A run with the same outside; `chunks` tells the observers at its end."""
 
     def __init__(self, run: Run, on_token: Observer, on_end: Sequence[Observer]) -> None:
+        """`on_token` and `on_end` are called with the run."""
         self._run = run
         self._on_token = on_token
         self._on_end = on_end
@@ -60,13 +63,18 @@ class ObservedRun:
 class ObservedCoordinator:
     """What the doors need of a coordinator."""
 
-    def __init__(self, coordinator: Coordinator, on_token: Observer, on_end: Sequence[Observer]) -> None:
+    def __init__(self, coordinator: Coordinator, on_token: Observer, on_end: Sequence[Observer], tracing: Tracing | None = None) -> None:
         self._coordinator = coordinator
         self._on_token = on_token
         self._on_end = tuple(on_end)
+        self._tracing = tracing
 
     def submit(self, request: Request) -> ObservedRun:
-        return ObservedRun(self._coordinator.submit(request), self._on_token, self._on_end)
+        if self._tracing is None:
+            return ObservedRun(self._coordinator.submit(request), self._on_token, self._on_end)
+        request, trace = self._tracing.begin(request)
+        run = self._coordinator.submit(request)
+        return ObservedRun(run, self._on_token, (*self._on_end, partial(self._tracing.end, trace)))
 
     def refusal(self, num_requests: int) -> RejectedError | None:
         return self._coordinator.refusal(num_requests)

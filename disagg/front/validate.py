@@ -152,7 +152,14 @@ def check_token_ids(token_ids: Sequence[int], limits: Limits) -> tuple[int, ...]
 
 
 def to_request(
-    request_id: str, head: Head, token_ids: Sequence[int], limits: Limits, *, arrival_s: float, deadline_s: float | None
+    request_id: str,
+    head: Head,
+    token_ids: Sequence[int],
+    limits: Limits,
+    *,
+    arrival_s: float,
+    deadline_s: float | None,
+    traceparent: str = "",
 ) -> Request:
     """The request that serving sees. `arrival_s` and `deadline_s` are monotonic instants. Raises InvalidRequestError."""
     kept = head.truncate_prompt_tokens
@@ -176,6 +183,7 @@ def to_request(
         arrival_s=arrival_s,
         deadline_s=deadline_s,
         cache_salt=head.cache_salt,
+        traceparent=traceparent,
     )
 
 

@@ -140,7 +140,7 @@ class StepRecordMessage(_message.Message):
     def __init__(self, number: _Optional[int] = ..., seconds: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., prefill_pairs: _Optional[float] = ..., decode_requests: _Optional[int] = ..., context_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestMessage(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "prior_output", "sampling", "slo_class", "priority", "cache_salt")
+    __slots__ = ("request_id", "prompt_token_ids", "prior_output", "sampling", "slo_class", "priority", "cache_salt", "traceparent")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PRIOR_OUTPUT_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +148,7 @@ class RequestMessage(_message.Message):
     SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     prior_output: _containers.RepeatedScalarFieldContainer[int]
@@ -155,7 +156,8 @@ class RequestMessage(_message.Message):
     slo_class: str
     priority: int
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prior_output: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingMessage, _Mapping]] = ..., slo_class: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prior_output: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingMessage, _Mapping]] = ..., slo_class: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class SamplingMessage(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "ignore_eos", "logprobs", "logprob_token_ids", "prompt_logprobs", "logit_bias", "bad_words", "allowed_token_ids", "structure")

@@ -111,6 +111,7 @@ def request_to_wire(request: Request) -> pb.RequestMessage:
         slo_class=request.slo_class,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        traceparent=request.traceparent,
     )
 
 
@@ -125,6 +126,7 @@ def request_from_wire(m: pb.RequestMessage) -> Request:
         arrival_s=time.monotonic(),
         prior_output=tuple(m.prior_output),
         cache_salt=m.cache_salt,
+        traceparent=m.traceparent,
     )
 
 
