@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
-@dataclass(order=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Appointment:
-    """One thing to happen at `at_s`. Equal instants go in the order in which they were entered."""
+    """One thing to happen at `at_s`; nothing any more when `action` is None."""
 
     at_s: float
-    number: int
-    action: Callable[[], None] | None = field(compare=False)
+    action: Callable[[], None] | None
 
     def cancel(self) -> None:
         """It does not happen. Idempotent, also after it has."""
@@ -21,19 +20,19 @@ class Appointment:
 
 
 class Agenda:
-    """Simulated seconds from 0, moved on by what is entered. Not for several threads."""
+    """Simulated seconds from 0, moved on by what is entered. Equal instants go in the order in which they were entered."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.done = 0
-        self._heap: list[Appointment] = []
+        self._heap: list[tuple[float, int, Appointment]] = []
         self._numbers = 0
 
     def at(self, at_s: float, action: Callable[[], None]) -> Appointment:
         """Have `action` happen at `at_s`, not before now."""
-        appointment = Appointment(max(at_s, self.now_s), self._numbers, action)
+        appointment = Appointment(max(at_s, self.now_s), action)
         self._numbers += 1
-        heapq.heappush(self._heap, appointment)
+        heapq.heappush(self._heap, (appointment.at_s, self._numbers, appointment))
         return appointment
 
     def after(self, delay_s: float, action: Callable[[], None]) -> Appointment:
@@ -43,8 +42,8 @@ class Agenda:
     def run(self, until_s: float | None = None) -> None:
         """Everything in order, until nothing is left or `until_s` is reached; then the clock stands there."""
         heap = self._heap
-        while heap and (until_s is None or heap[0].at_s <= until_s):
-            appointment = heapq.heappop(heap)
+        while heap and (until_s is None or heap[0][0] <= until_s):
+            appointment = heapq.heappop(heap)[2]
             if appointment.action is not None:
                 self.now_s = appointment.at_s
                 self.done += 1
@@ -55,4 +54,4 @@ class Agenda:
 
     def assert_empty(self) -> None:
         """Nothing is left to happen."""
-        assert not any(a.action is not None for a in self._heap), f"{len(self._heap)} appointments are left"
+        assert not any(a.action is not None for _, _, a in self._heap), f"{len(self._heap)} appointments are left"

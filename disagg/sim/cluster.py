@@ -230,7 +230,8 @@ class Simulation:
             worker = self._reported.popleft()
             worker.reported_s = now_s
             self._reported.append(worker)
-            self._dispatcher.report(worker.name, worker.report(), now_s)
+            if worker.has_news:
+                self._dispatcher.report(worker.name, worker.report(), now_s)
         if now_s - self._progress_s >= _PROGRESS_S:
             self._progress_s = now_s
             for key, entry in self._open.items():

@@ -163,8 +163,13 @@ class SimEngine:
         self._cut()
         self._time_factor = factor / self.settings.speed
 
-    def state(self) -> EngineState:
-        """What the live engine would report now."""
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is computed, nobody waits."""
+        return not self._is_stepping
+
+    def state(self, epoch: str = "", told_steps: int = 0, **boxes: int) -> EngineState:
+        """What the live engine would report now: its steps after number `told_steps`, and what its worker says of its `boxes`."""
         scheduler = self.scheduler
         queued = sum(max(0, s.num_tokens - s.num_ready) for s in scheduler.waiting)
         running = 0  # in a run nobody's prompt is under way
@@ -172,7 +177,7 @@ class SimEngine:
             running = sum(s.num_tokens - s.num_computed for s in scheduler.running if s.num_tokens - s.num_computed > 1)
         taken = self._blocks_of_run() if self._run is not None else 0
         return EngineState(
-            epoch="",
+            epoch=epoch,
             waiting_requests=len(scheduler.waiting),
             waiting_tokens=queued + running,
             running_requests=len(scheduler.running),
@@ -182,7 +187,8 @@ class SimEngine:
             preemptions=scheduler.preemptions,
             max_step_tokens=scheduler.max_num_batched_tokens,
             max_running_requests=scheduler.max_num_seqs,
-            steps=tuple(self.recent),
+            steps=tuple([s for s in self.recent if s.number > told_steps]) if self.num_steps > told_steps else (),
+            **boxes,
         )
 
     def produced(self, leg: Leg) -> int:
@@ -305,7 +311,7 @@ class SimEngine:
         first_s = self._model.decode_step_s(batch, context) * self._time_factor
         growth_s = self._model.decode_step_s(batch, context + batch) * self._time_factor - first_s
         now_s = self._agenda.now_s
-        run = _Run(now_s, first_s, growth_s, steps, Appointment(0.0, 0, None))
+        run = _Run(now_s, first_s, growth_s, steps, Appointment(0.0, None))
         run.end = self._agenda.at(run.end_s(steps), self._end_run)
         self._run = run
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 from disagg.config import SimulatedSettings
 from disagg.sim.agenda import Agenda
@@ -83,17 +82,20 @@ class SimWorker:
         self.reported_s = 0.0
         self.is_due = False
         self._told_steps = 0
+        self._was_idle = False
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a report would say anything new."""
+        return not (self._was_idle and self.engine.is_idle and self.engine.num_steps == self._told_steps)
 
     def report(self) -> EngineState:
         """What the live worker would report now; of its steps those that the gateway has not heard of."""
-        state = self.engine.state()
-        steps = tuple([s for s in state.steps if s.number > self._told_steps])
-        if steps:
-            self._told_steps = steps[-1].number
-        return replace(
-            state,
-            epoch=self.name,
-            steps=steps,
+        told, self._told_steps = self._told_steps, self.engine.num_steps
+        self._was_idle = self.engine.is_idle
+        return self.engine.state(
+            self.name,
+            told,
             outbox_free_bytes=self.outbox.free_bytes,
             outbox_total_bytes=self.outbox.total_bytes,
             inbox_free_bytes=self.inbox.free_bytes,
