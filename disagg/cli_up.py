@@ -78,7 +78,8 @@ def status(
         if isinstance(each, Record):
             console.print(_without_answer(each))
         else:
-            console.print(f"{each.name}: {escape(each.model)}, {each.mode}, at {each.endpoint}", soft_wrap=True)
+            http = "" if each.http_url is None else f" and {each.http_url}{'/v1' if each.has_openai_api else ''}"
+            console.print(f"{each.name}: {escape(each.model)}, {each.mode}, at {each.endpoint}{http}", soft_wrap=True)
             console.print(_table(each))
     if any(isinstance(each, Record) or not each.is_healthy for each in found):
         raise typer.Exit(1)

@@ -147,7 +147,8 @@ class GatewaySettings(_Strict):
     such as chat_template, enable_auto_tool_choice and tool_call_parser. `token_file`: bearer tokens, one a line; who calls must have one.
     Off loopback a token or client certificates are needed, unless `insecure` says that the network is safe.
     `wedged_after_s`: a pool whose workers all hold requests and give no token for so long is not ready.
-    `traces_endpoint`: where OpenTelemetry spans go (OTLP over gRPC, http://HOST:4317).
+    `traces_endpoint`: where OpenTelemetry spans go (OTLP over gRPC, http://HOST:4317). `drain_s`: how long running requests may take to end
+    when the deployment is told to end.
     """
 
     host: str = "127.0.0.1"
@@ -160,6 +161,7 @@ class GatewaySettings(_Strict):
     insecure: bool = False
     wedged_after_s: Annotated[float, Field(gt=0)] = 60.0
     traces_endpoint: str | None = None
+    drain_s: Annotated[float, Field(ge=0, le=60)] = 10.0
 
     @model_validator(mode="before")
     @classmethod

@@ -7,10 +7,12 @@ import importlib
 import importlib.util
 import logging
 import os
+import socket
 from contextlib import AsyncExitStack
 from typing import Protocol, Self
 
 from disagg.config import Topology
+from disagg.errors import DisaggError
 from disagg.front.access import TokenCheck, http_context
 from disagg.front.http_edge import EdgeSettings
 from disagg.front.metrics import Metrics
@@ -37,21 +39,21 @@ class HttpServer(Protocol):
 class Gateway:
     """Made by `start`, ended by `close`. Without live workers it answers UNAVAILABLE, and NOT_SERVING on health.
 
-    `endpoint`: where gRPC clients connect, as host:port. `http_endpoint`: where HTTP clients do; None where there is no HTTP door.
-    `has_openai_api`: False where HTTP is health and metrics only.
+    `endpoint`: where gRPC clients connect, as host:port.
     """
 
     def __init__(self, pool: Pool, coordinator: Coordinator, server: DoorServer, http: _HttpDoor | None, tracing: Tracing | None) -> None:
-        self._tracing = tracing
         self.pool = pool
         self.coordinator = coordinator
         self._server = server
         self._http = http
+        self._tracing = tracing
 
     @classmethod
-    async def start(cls, topology: Topology, model: str | None) -> Self:
+    async def start(cls, topology: Topology, model: str | None, *, wait_http: bool = True) -> Self:
         """Serve at `topology.gateway`. `model`: folder or hub name of the weights; unused when the engine is simulated.
 
+        `wait_http`: return when HTTP is served too; else it comes up meanwhile (vLLM's server takes seconds), see the method of that name.
         Raises PlacementError (port in use), ModelError (no config beside the weights, tokenizer unreadable), ConfigError.
         """
         served = await asyncio.to_thread(read_served, topology, model)
@@ -67,11 +69,13 @@ class Gateway:
             server = await DoorServer.start(topology, served, observed, readiness)
             undo.push_async_callback(server.close, 0.0)
             http = await _HttpDoor.start(topology, model, served, observed, Ops(readiness, metrics), pool)
+            gateway = cls(pool, coordinator, server, http, tracing)
+            if wait_http:
+                undo.push_async_callback(gateway.close)
+                await gateway.wait_http()
             undo.pop_all()
         logger.info("gateway of %s (%s) at %s", topology.name, served.info.name, server.endpoint)
-        if http is not None:
-            logger.info("%s at http://%s", "OpenAI API" if http.has_openai_api else "health and metrics", http.endpoint)
-        return cls(pool, coordinator, server, http, tracing)
+        return gateway
 
     @property
     def endpoint(self) -> str:
@@ -79,11 +83,18 @@ class Gateway:
 
     @property
     def http_endpoint(self) -> str | None:
+        """Where HTTP clients connect, as host:port; None where there is no HTTP door."""
         return self._http.endpoint if self._http is not None else None
 
     @property
     def has_openai_api(self) -> bool:
+        """False where HTTP is health and metrics only."""
         return self._http is not None and self._http.has_openai_api
+
+    async def wait_http(self) -> None:
+        """Returns when HTTP is served; at once where there is no HTTP door. Raises ConfigError and ModelError when it cannot be."""
+        if self._http is not None:
+            await self._http.wait_up()
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Refuse new requests at once, let running ones end for `grace_s` seconds, cancel the rest, let go of the workers. Idempotent."""
@@ -96,10 +107,14 @@ class Gateway:
 
 
 class _HttpDoor:
-    """OpenAI's API by vLLM's server where the engine is vLLM and vLLM is installed; health and metrics alone elsewhere."""
+    """OpenAI's API by vLLM's server where the engine is vLLM and vLLM is installed; health and metrics alone elsewhere.
 
-    def __init__(self, server: HttpServer, endpoint: str, has_openai_api: bool) -> None:
-        self._server = server
+    Its port is taken at once; `starting` ends when it serves.
+    """
+
+    def __init__(self, sock: socket.socket, endpoint: str, has_openai_api: bool, starting: asyncio.Task[HttpServer]) -> None:
+        self._sock = sock
+        self._starting = starting
         self.endpoint = endpoint
         self.has_openai_api = has_openai_api
 
@@ -114,23 +129,32 @@ class _HttpDoor:
         tls = http_context(settings.tls) if settings.tls is not None else None
         sock = await asyncio.to_thread(listening_socket, settings.host, settings.http_port, "gateway.http_port")
         has_openai_api = topology.engine.kind == "vllm" and _has_vllm()
-        server: HttpServer
-        try:
-            if has_openai_api:
-                # Torch comes with vLLM; nothing computes here, and the cores belong to engines.
-                os.environ.setdefault("OMP_NUM_THREADS", "1")
-                door = await asyncio.to_thread(importlib.import_module, "disagg.front.openai_server")
-                edge = EdgeSettings(topology.slo_classes, settings.max_message_mib << 20, check, ops)
-                server = await door.OpenAiServer.start(topology, model, served.info, coordinator, pool, sock, edge, tls)
-            else:
-                server = await OpsServer.start(ops, sock, check, tls)
-        except BaseException:
-            sock.close()
-            raise
-        return cls(server, f"{bracketed(reachable_host(settings.host))}:{sock.getsockname()[1]}", has_openai_api)
+
+        async def serve() -> HttpServer:
+            if not has_openai_api:
+                return await OpsServer.start(ops, sock, check, tls)
+            # Torch comes with vLLM; nothing computes here, and the cores belong to engines.
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            door = await asyncio.to_thread(importlib.import_module, "disagg.front.openai_server")
+            edge = EdgeSettings(topology.slo_classes, settings.max_message_mib << 20, check, ops)
+            server: HttpServer = await door.OpenAiServer.start(topology, model, served.info, coordinator, pool, sock, edge, tls)
+            return server
+
+        endpoint = f"{bracketed(reachable_host(settings.host))}:{sock.getsockname()[1]}"
+        return cls(sock, endpoint, has_openai_api, asyncio.create_task(serve()))
+
+    async def wait_up(self) -> None:
+        await asyncio.shield(self._starting)
 
     async def close(self, grace_s: float) -> None:
-        await self._server.close(grace_s)
+        if not self._starting.done():
+            self._starting.cancel()
+        try:
+            server = await self._starting
+        except (asyncio.CancelledError, DisaggError):
+            self._sock.close()
+            return
+        await server.close(grace_s)
 
 
 def _has_vllm() -> bool:

@@ -181,9 +181,10 @@ class GatewayActor:
             self._own(self._keep_joined(name, self._watched[name]))
 
     async def wait_joined(self) -> None:
-        """Returns once every watched worker has joined the pool at least once."""
+        """Returns once every watched worker has joined the pool at least once, and HTTP is served."""
         for watched in list(self._watched.values()):
             await watched.joined.wait()
+        await (await asyncio.shield(self._started)).wait_http()
 
     async def status(self) -> DeploymentStatus:
         """The deployment now, from the heartbeats."""
@@ -203,7 +204,10 @@ class GatewayActor:
             if (watched := self._watched.get(name)) is not None
         )
         topology = self._plan.topology
-        return DeploymentStatus(self._plan.name, topology.model, topology.mode, gateway.endpoint, os.getpid(), workers)
+        url = f"http{'s' if topology.gateway.tls else ''}://{gateway.http_endpoint}" if gateway.http_endpoint is not None else None
+        return DeploymentStatus(
+            self._plan.name, topology.model, topology.mode, gateway.endpoint, os.getpid(), workers, url, gateway.has_openai_api
+        )
 
     async def processes(self) -> ActorProcesses:
         """This process and its children."""
@@ -222,7 +226,7 @@ class GatewayActor:
 
         plan = self._plan
         try:
-            self._gateway = await Gateway.start(plan.topology, model_of(plan.topology, plan.base_dir))
+            self._gateway = await Gateway.start(plan.topology, model_of(plan.topology, plan.base_dir), wait_http=False)
         except DisaggError:
             raise
         except Exception as error:

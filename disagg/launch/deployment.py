@@ -157,6 +157,9 @@ class _Start:
         self.progress(f"gateway listens at {endpoint}")
         workers = self._start_workers(specs, bundles, gateway)
         _call(gateway.wait_joined.remote(), self._left_s(), "the gateway")
+        status: DeploymentStatus = _call(gateway.status.remote(), CALL_TIMEOUT_S, "the gateway")
+        if status.http_url is not None:
+            self.progress(f"OpenAI API at {status.http_url}/v1" if status.has_openai_api else f"health and metrics at {status.http_url}")
         return Deployment(self.session, self.name, gateway, endpoint, workers)
 
     def _reserve(self, specs: Sequence[WorkerSpec]) -> dict[str, _Bundle]:

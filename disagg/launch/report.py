@@ -39,7 +39,10 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentStatus:
-    """A whole deployment at one instant. `endpoint`: where clients connect, as host:port."""
+    """A whole deployment at one instant. `endpoint`: where gRPC clients connect, as host:port.
+
+    `http_url`: where HTTP is served; OpenAI's API when `has_openai_api`, else health and metrics. None where there is none.
+    """
 
     name: str
     model: str
@@ -47,6 +50,8 @@ class DeploymentStatus:
     endpoint: str
     gateway_pid: int
     workers: tuple[WorkerStatus, ...]
+    http_url: str | None = None
+    has_openai_api: bool = False
 
     @property
     def is_healthy(self) -> bool:

@@ -74,7 +74,7 @@ def run(request: UpRequest, progress: Callable[[str], None], ready: Callable[[st
             except Stopped:
                 progress("taking it down")
             stop.ignore()
-            deployment.down()
+            deployment.down(topology.gateway.drain_s)
     except Stopped:
         progress("stopped before it was up; nothing is left")
     finally:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import ssl
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -288,3 +290,57 @@ async def test_closing_is_not_ready_and_lets_running_requests_end() -> None:
         answer = await asking
         assert len(answer.tokens) == 100
         await closing
+
+
+# ---- disagg top
+
+
+async def cli(*arguments: str) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        "from disagg.cli import app; app()",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    async with asyncio.timeout(60):
+        out, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode()
+
+
+async def test_top_shows_what_happened_between_two_looks() -> None:
+    async with served(with_gateway(sim_topology(prefill=2))) as s:
+        url = f"http://{s.gateway.http_endpoint}"
+        looking = asyncio.create_task(cli("top", url, "--once", "--interval", "3"))
+        while not looking.done():
+            await s.client.generate([1, 2, 3], max_tokens=5)
+            await asyncio.wait({looking}, timeout=0.02)
+        status, out = await looking
+    assert status == 0, out
+    assert "ready" in out
+    for name in ("chat", "hasty", "prefill-0", "prefill-1", "decode-0"):
+        assert name in out
+    chat = next(line for line in out.splitlines() if line.startswith("chat"))
+    assert float(chat.split()[1]) > 0
+    assert "100%" in chat
+    assert chat.count(" ms") >= 4
+
+
+async def test_top_says_what_is_wrong(tmp_path: Path) -> None:
+    status, out = await cli("top", "http://127.0.0.1:9", "--once")
+    assert (status, "no gateway answers" in out) == (1, True)
+    status, out = await cli("top", "127.0.0.1:9", "--once")
+    assert (status, "http://HOST:PORT" in out) == (2, True)
+    topology = with_gateway(sim_topology(decode=2), token_file=token_file(tmp_path))
+    async with served(topology, token=TOKEN) as s:
+        url = f"http://{s.gateway.http_endpoint}"
+        status, out = await cli("top", url, "--once")
+        assert (status, "--token" in out) == (1, True)
+        await s.cluster.pool.leave("prefill-0")
+        status, out = await cli("top", url, "--once", "--interval", "0.2", "--token", TOKEN)
+        assert status == 0, out
+        assert "no live prefill worker" in out
+        assert "1 of pool prefill missing" in out
