@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
 def ab(
     topology: Path = typer.Argument(help="Topology file, for example cluster/topologies/cpu-1p1d.yaml."),
     workload: str = typer.Option(
-        "cpu-interference", "--workload", help="A shipped workload's name, or a file like bench/workloads/*.yaml."
+        "cpu-interference", "--workload", help="A shipped workload's or trace workload's name, or a file like those in bench/workloads."
     ),
     out: Path = typer.Option(
         Path("out/ab"), "--out", help="Where result.json and requests.jsonl go; an older result there moves to older/."
@@ -50,13 +50,13 @@ def ab(
     from disagg.ab.progress import RunProgress
     from disagg.ab.run import compare
     from disagg.ab.table import WIDTH, render
-    from disagg.ab.workload import load_workload
+    from disagg.ab.trace_workload import load_any_workload
     from disagg.config import load_topology
     from disagg.launch.session import RaySession
 
     loaded = load_topology(topology, overrides_of(settings))
     stays_up = address is None and can_be_resident(arm_topologies(loaded)) if resident is None else resident
-    comparison = compare(loaded, load_workload(workload), resident=stays_up, rounds=rounds, seed=seed, colocated_chunk=colocated_chunk)
+    comparison = compare(loaded, load_any_workload(workload), resident=stays_up, rounds=rounds, seed=seed, colocated_chunk=colocated_chunk)
     folder = OutFolder(out)
     with RunProgress(Console(stderr=True)) as progress:
         if folder.moved_to is not None:

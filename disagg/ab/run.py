@@ -20,8 +20,9 @@ from disagg.ab.out import OutFolder
 from disagg.ab.progress import RunProgress
 from disagg.ab.result import ArmFigures, ComparisonReport, Result, RoundReport, VerdictReport, arm_figures
 from disagg.ab.rows import Row, RowFile
+from disagg.ab.trace_plan import AnyWorkload, check_workload, duration_s, plan_round, plan_warm_up
 from disagg.ab.verdict import Verdict, judge
-from disagg.ab.workload import PlannedRequest, Workload, check_workload, plan_round, plan_warm_up
+from disagg.ab.workload import PlannedRequest
 from disagg.client import AsyncClient
 from disagg.config import Topology
 from disagg.errors import DisaggError
@@ -36,7 +37,7 @@ class Comparison:
     """What is to be run: both arms' topologies, the workload as run (its seed and rounds are the ones used), whether both arms stay up."""
 
     topologies: Mapping[Mode, Topology]
-    workload: Workload
+    workload: AnyWorkload
     resident: bool
 
     @property
@@ -57,7 +58,7 @@ class _Measured:
 
 def compare(
     topology: Topology,
-    workload: Workload,
+    workload: AnyWorkload,
     *,
     resident: bool,
     rounds: int | None = None,
@@ -83,7 +84,7 @@ async def run_ab(comparison: Comparison, source: ArmSource, out: OutFolder, prog
     environment = describe({arm.value: t for arm, t in comparison.topologies.items()}, resident=comparison.resident)
     measured = _Measured()
     workload = comparison.workload
-    progress.plan(workload.rounds * len(ARMS), workload.duration_s)
+    progress.plan(workload.rounds * len(ARMS), duration_s(workload, comparison.any_topology.slo_classes))
     with RowFile(out.requests) as file:
         for round_ in range(workload.rounds):
             order = ARMS if round_ % 2 == 0 else ARMS[::-1]
