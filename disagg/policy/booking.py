@@ -13,7 +13,8 @@ from disagg.policy.worker_book import WorkerBook
 from disagg.types import Request
 
 LEARNING_RATE = 0.1
-MAX_OVERHEAD_S = 0.1
+MAX_OVERHEAD_S = 0.05
+SURPRISE_S = 0.01  # a first token later than this is late for a reason of its own
 
 
 class Booking:
@@ -54,8 +55,7 @@ class Booking:
         a.prefill_tokens += self._tokens
         a.kv_tokens += self._source_kv_tokens
         a.unseen_kv_tokens += self._source_kv_tokens
-        source.prefilling[self.key] = self._prefill_s
-        source.busy_until_s = max(now_s, source.busy_until_s) + self._prefill_s
+        source.took(self.key, self._tokens, self._prefill_s, now_s)
         if self._in_boxes:
             a.outbox_bytes += self._box_bytes
             sink.accounts.inbox_bytes += self._box_bytes
@@ -71,12 +71,13 @@ class Booking:
         """The prompt is through."""
         if not self._is_prefilling:
             return
+        was_alone = self._is_alone and len(self.source.prefilling) == 1
         self._leave_prefill(now_s)
         self.first_token_s = now_s
         self.output_tokens = max(1, self.output_tokens)
-        if self._is_alone and cached_tokens == 0:
+        if was_alone and cached_tokens == 0:
             beyond_s = now_s - self._started_s - self._prefill_s
-            self.source.overhead_s += LEARNING_RATE * min(MAX_OVERHEAD_S, max(-MAX_OVERHEAD_S, beyond_s))
+            self.source.overhead_s += LEARNING_RATE * min(SURPRISE_S, max(-SURPRISE_S, beyond_s))
             self.source.overhead_s = min(MAX_OVERHEAD_S, max(0.0, self.source.overhead_s))
         if self._is_coming:
             self._leave_coming()

@@ -24,17 +24,17 @@ from disagg.config import AdmissionSettings, SloClass
 from disagg.policy.admission import MIN_RETRY_S, check_fits, foreseen, retry_after, why_not
 from disagg.policy.booking import Booking
 from disagg.policy.decision import Candidate, DecisionRecord, Decisions, Grant, Refusal, Verdict
-from disagg.policy.outlook import SPARE_BELOW, outlook
+from disagg.policy.outlook import SPARE_BELOW, Outlook, outlook
 from disagg.policy.outputs import OutputLengths
 from disagg.policy.router import Ask, Pair, Router, Shortage, candidate
 from disagg.policy.step_cost import GENERIC, StepCost
-from disagg.policy.targets import SOFT_TPOT_S, Targets
+from disagg.policy.targets import SOFT_TPOT_S, Targets, slope
 from disagg.policy.view import missing_role
 from disagg.policy.waiting import Waiter, WaitingQueue
 from disagg.policy.worker_book import WorkerBook, pace_s
 from disagg.types import EngineState, Mode, ModelInfo, Request, Role, Route
 
-FEED_S = 0.025  # a worker gets its next prompt when it has so much left: a round trip, and its answer's way through the gateway
+FEED_S = 0.025  # a worker gets its next prompt when it has so much left, at the least: a round trip and the way through the gateway
 LOOK_AHEAD = 4  # waiters that are tried although one before them has to wait on
 RECORDED_PAIRS = 4
 REFRESH_S = 1.0  # how often what changes with time alone is computed anew
@@ -43,6 +43,8 @@ MAX_NAP_S = 0.1  # a worker that is overdue, or a decode side that is full, is l
 AGED_S = 30.0  # a request that has waited so long gets a turn now and then, whatever its priority
 AGED_TURN = 20  # one grant in so many
 LEARNING_RATE = 0.1
+MIN_TAUGHT_WAIT_S = 0.02
+WAIT_LEARNING_RATE = 0.03
 
 
 class Dispatcher:
@@ -70,6 +72,7 @@ class Dispatcher:
         self._router = Router(mode)
         self._keys = itertools.count(1)
         self._grants = 0
+        self._wait_factor = 1.0  # learned: measured over predicted time in the queue
         self._typical = next(iter(self._priors.values()), GENERIC)
         self._refreshed_s = 0.0
         self._starved_since_s: float | None = None
@@ -215,7 +218,7 @@ class Dispatcher:
                 continue
             ask = self._ask(waiter, now_s)
             pairs = self._router.pairs(ask, workers, now_s, {}, RECORDED_PAIRS)
-            ahead = outlook(ask, self.mode, workers, *self._waiting.ahead(waiter), now_s)
+            ahead = self._outlook(waiter, ask, workers, now_s)
             found = why_not(ask, [] if isinstance(pairs, Shortage) else pairs, ahead, waiter.work_s)
             if found is None:
                 if not isinstance(pairs, Shortage):
@@ -259,7 +262,20 @@ class Dispatcher:
     def _retry_s(self, waiter: Waiter, now_s: float) -> float:
         """When what waits now will have been started."""
         ask = self._ask(waiter, now_s)
-        return retry_after(outlook(ask, self.mode, list(self._workers.values()), *self._waiting.ahead(waiter), now_s).start_s)
+        return retry_after(self._outlook(waiter, ask, list(self._workers.values()), now_s).start_s)
+
+    def _outlook(self, waiter: Waiter, ask: Ask, workers: Sequence[WorkerBook], now_s: float) -> Outlook:
+        """When its turn comes; corrected by how such predictions did lately."""
+        ahead, work_s = self._waiting.ahead(waiter)
+        found = outlook(ask, self.mode, workers, ahead, work_s, self._typical, now_s)
+        return Outlook(found.start_s * self._wait_factor, found.place_s) if ahead else found
+
+    def _learn_wait(self, waiter: Waiter, pair: Pair, ask: Ask) -> None:
+        """Its turn has come: was it foreseen?"""
+        if waiter.admitted is not None and waiter.admitted.queue_s > MIN_TAUGHT_WAIT_S:
+            ratio = max(MIN_TAUGHT_WAIT_S, ask.waited_s + pair.first.wait_s) / waiter.admitted.queue_s
+            self._wait_factor *= min(2.0, max(0.5, ratio)) ** WAIT_LEARNING_RATE
+            self._wait_factor = min(3.0, max(0.3, self._wait_factor))
 
     # ---- grants
 
@@ -268,18 +284,20 @@ class Dispatcher:
         grants: list[Grant] = []
         refusals: list[Refusal] = []
         held_s: dict[str, float] = {}
+        price = self._queue_price(now_s)
         blocked = 0
         for waiter in self._candidates(now_s):
             if blocked >= LOOK_AHEAD or not self._any_is_ready(held_s, now_s):
                 break
             ask = self._ask(waiter, now_s)
+            ask.queue_price = price
             pairs = self._router.pairs(ask, workers, now_s, held_s, RECORDED_PAIRS)
             if isinstance(pairs, Shortage):
                 blocked += 1
                 continue
             pair = pairs[0]
             source = pair.first.worker
-            if not self._is_ready(source, pair.first.wait_s):
+            if not self._is_ready(source, pair.first.wait_s, now_s):
                 held_s[source.name] = held_s.get(source.name, 0.0) + pair.first.prefill_s
                 blocked += 1
             elif self._is_hopeless(waiter, ask, pair):
@@ -292,6 +310,17 @@ class Dispatcher:
                 grants.append(self._book(waiter, ask, pairs, now_s))
         return grants, refusals
 
+    def _queue_price(self, now_s: float) -> float:
+        """Regret per second of a prefill worker's time: what each of those who wait loses by starting so much later."""
+        count = len(self._waiting)
+        if count < 2:
+            return 0.0
+        servers = len(self._sources())
+        first = self._waiting.first()
+        waited = (now_s - first.request.arrival_s) / first.targets.ttft_scale_s if first is not None else 0.0
+        share = max(waited, self._waiting.work_s / servers / self._waiting.mean_target_s)
+        return (count - 1) * slope(share) / self._waiting.mean_target_s / servers
+
     def _candidates(self, now_s: float) -> Iterator[Waiter]:
         """In order; but every so often the one that has waited longest goes first."""
         oldest = self._waiting.oldest()
@@ -299,15 +328,15 @@ class Dispatcher:
             yield oldest
         yield from self._waiting.in_order()
 
-    def _is_ready(self, source: WorkerBook, wait_s: float) -> bool:
+    def _is_ready(self, source: WorkerBook, wait_s: float, now_s: float) -> bool:
         """Whether a worker is about to run dry: a wait for the step under way is none."""
         if not source.prefilling:
             return True
-        return wait_s <= FEED_S and source.accounts.prefills < self._admission.max_prefills_per_worker
+        return wait_s <= max(FEED_S, source.feed_s(now_s)) and source.accounts.prefills < self._admission.max_prefills_per_worker
 
     def _any_is_ready(self, held_s: Mapping[str, float], now_s: float) -> bool:
         """Whether a prompt could start anywhere; when not, no waiter needs to be weighed."""
-        return any(self._is_ready(w, w.wait_s(now_s) + held_s.get(w.name, 0.0)) for w in self._sources())
+        return any(self._is_ready(w, w.wait_s(now_s) + held_s.get(w.name, 0.0), now_s) for w in self._sources())
 
     def _is_hopeless(self, waiter: Waiter, ask: Ask, pair: Pair) -> bool:
         """It came in time, but its target cannot be met any more: others can still be."""
@@ -331,6 +360,7 @@ class Dispatcher:
     def _book(self, waiter: Waiter, ask: Ask, pairs: Sequence[Pair], now_s: float) -> Grant:
         pair = pairs[0]
         self._grants += 1
+        self._learn_wait(waiter, pair, ask)
         self._waiting.remove(waiter.key)
         seen = tuple([candidate(p, ask) for p in pairs])
         reason = describe(pair, pairs)
@@ -367,6 +397,7 @@ class Dispatcher:
             waited_s=max(0.0, now_s - waiter.request.arrival_s),
             avoid=waiter.avoid,
             cached=waiter.cached,
+            has_followers=len(self._waiting) > 1,
         )
 
     def _record(self, waiter: Waiter, now_s: float, verdict: Verdict, reason: str) -> DecisionRecord:
@@ -410,7 +441,7 @@ class Dispatcher:
             timeout_s = self._admission.worker_timeout_s
             instants += [max(self._starved_since_s, w.queued_s) + timeout_s for w in self._waiting.in_order()]
         else:
-            dry = [w.busy_until_s - FEED_S for w in self._sources() if w.prefilling]
+            dry = [w.busy_until_s - max(FEED_S, w.feed_s(now_s)) for w in self._sources() if w.prefilling]
             instants.append(max(now_s + MIN_NAP_S, min((at_s for at_s in dry if at_s > now_s), default=now_s + MAX_NAP_S)))
         return min(instants)
 

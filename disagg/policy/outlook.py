@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from disagg.policy.router import Ask
-from disagg.policy.worker_book import WorkerBook
+from disagg.policy.step_cost import StepCost
+from disagg.policy.worker_book import UNKNOWN_STEP_TOKENS, WorkerBook
 from disagg.types import Mode, Role
 
 SPARE_BELOW = 0.9  # of a target: what decoding is held to when prompts run beside it
@@ -26,29 +27,40 @@ class Outlook:
     place_s: float
 
 
-def outlook(ask: Ask, mode: Mode, workers: Sequence[WorkerBook], ahead: int, ahead_work_s: float, now_s: float) -> Outlook:
-    """For a request with `ahead` others before it, whose prompts take `ahead_work_s` in all."""
+def outlook(
+    ask: Ask, mode: Mode, workers: Sequence[WorkerBook], ahead: int, ahead_work_s: float, typical: StepCost, now_s: float
+) -> Outlook:
+    """For a request with `ahead` others before it, whose prompts take `ahead_work_s` in all at the cost `typical`."""
     sources = [w for w in workers if mode is not Mode.DISAGG or w.role is Role.PREFILL]
     sinks = [w for w in workers if mode is not Mode.DISAGG or w.role is Role.DECODE]
     place_s = _place_s(ask, sinks, ahead, now_s) if ask.moves_kv else 0.0
-    return Outlook(max(place_s, _prefill_start_s(sources, ahead_work_s, now_s)), place_s)
+    return Outlook(max(place_s, _prefill_start_s(sources, ahead, ahead_work_s, typical, now_s)), place_s)
 
 
-def spare_share(w: WorkerBook, now_s: float) -> float:
-    """Share of its time, 0 to 1, that a worker can give to prompts while what decodes there stays inside its targets."""
+def prompt_rate(w: WorkerBook, typical: StepCost, now_s: float) -> float:
+    """Seconds of prompt work, as `typical` counts it, that a worker does per second while what decodes there stays inside its targets."""
+    chunk = w.chunk_tokens
     if not w.decodes or not w.accounts.groups:
-        return 1.0
+        tokens = min(chunk, UNKNOWN_STEP_TOKENS)
+        own_s = w.cost(now_s).prefill_s(tokens, 0, tokens)
+        return typical.prefill_s(tokens, 0, tokens) / own_s if own_s > 0 else 1.0
     limit_s = SPARE_BELOW * min(w.accounts.groups)
-    step_s = w.step_s(now_s)
-    mixed_s = step_s + w.prefill_s(w.chunk_tokens, 0, now_s)
-    if mixed_s <= limit_s:
-        return 1.0 - step_s / mixed_s
-    return min(1.0, max(0.0, 1.0 - step_s / limit_s))
+    step_s, mixed_s = w.step_s(now_s), w.cost(now_s).prefill_s(chunk, 0, chunk, w.decodes, w.context_tokens)
+    share = 1.0
+    if mixed_s > limit_s:  # the mean step may be as long as the limit: so many of them may carry a chunk
+        share = max(0.0, (limit_s - step_s) / (mixed_s - step_s)) if step_s < limit_s else 0.0
+    mean_s = share * mixed_s + (1.0 - share) * step_s
+    return share * typical.prefill_s(chunk, 0, chunk) / mean_s if mean_s > 0 else 1.0
 
 
-def _prefill_start_s(sources: Sequence[WorkerBook], work_s: float, now_s: float) -> float:
-    """The level to which `work_s` seconds of prompts fill the workers."""
-    steps = sorted((w.wait_s(now_s), spare_share(w, now_s)) for w in sources)
+def _prefill_start_s(sources: Sequence[WorkerBook], ahead: int, work_s: float, typical: StepCost, now_s: float) -> float:
+    """When a worker is free after `ahead` prompts of `work_s` seconds in all: the level to which that much work fills the workers.
+
+    Prompts come in lumps, and each goes to the worker that is free first: half a lump earlier per further worker than the level says.
+    """
+    if ahead:
+        work_s = max(0.0, work_s - 0.5 * work_s / ahead * (len(sources) - 1))
+    steps = sorted((w.wait_s(now_s), prompt_rate(w, typical, now_s)) for w in sources)
     level_s, rate = NEVER_S, 0.0
     for index, (free_s, share) in enumerate(steps):
         if index == 0:

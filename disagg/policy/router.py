@@ -4,6 +4,7 @@ One code path for all modes: disaggregated serving picks from prefill x decode w
 serving picks from all pairs. What a pair costs is a sum of regrets (policy/targets.py), each a latency against its request's own target:
 
     first leg on p      regret of this request's TTFT: the wait there, and its prompt beside what decodes there
+                        + what it keeps those behind it in the queue from: p's time, at the price that the queue gives it
                         + of each request decoding on p: the growth of its TPOT by the prompt's steps
                         + a little for every step that is longer than those requests' target
     second leg on d     regret of this request's TPOT beside d's others, prompts there lately included
@@ -27,7 +28,7 @@ from disagg.policy.targets import Targets, regret
 from disagg.policy.worker_book import WorkerBook
 from disagg.types import Mode, Role
 
-LATE_WEIGHT = 0.1  # of a step that is longer than a decoding request's target by that target, against a regret of 1
+LATE_WEIGHT = 0.03  # of a step that is longer than a decoding request's target by that target, against a regret of 1
 ROLE_BIAS = 0.03
 AVOIDED = 1e3  # makes a worker that just failed this request the last choice, but still a choice
 TIE = 0.004  # costs this near to the least, 0.8 % of a target, are equal, and take turns: noise must not send all to one worker
@@ -40,7 +41,8 @@ HAND_OVER_S = 5e-3  # until it is learned
 class Ask:
     """What one request asks of its workers. `waited_s`: since its arrival. `output_tokens`: expected; `kv_tokens`: to reserve.
 
-    `cached`: context tokens by worker that its prefix cache holds. `moves_kv`: there will be a second token.
+    `cached`: context tokens by worker that its prefix cache holds. `moves_kv`: there will be a second token. `queue_price`: regret that a
+    second of a prefill worker's time costs those who wait behind; `has_followers`: there are such.
     """
 
     context_tokens: int
@@ -52,6 +54,8 @@ class Ask:
     waited_s: float
     avoid: Collection[str] = ()
     cached: Mapping[str, int] = field(default_factory=dict)
+    queue_price: float = 0.0
+    has_followers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +106,16 @@ def weigh_first(w: WorkerBook, ask: Ask, now_s: float, extra_s: float = 0.0) -> 
     tokens = ask.context_tokens - cached
     wait_s = w.wait_s(now_s) + extra_s
     prefill_s = w.prefill_s(tokens, cached, now_s) + w.overhead_s
+    if ask.has_followers and w.prefilling:
+        prefill_s = max(prefill_s, w.feed_s(now_s))  # others will share its step
     cost = regret((ask.waited_s + wait_s + prefill_s) / ask.targets.ttft_scale_s)
     stall_s = 0.0
     if w.decodes:
         steps = -(-tokens // w.chunk_tokens)
         stall_s = max(0.0, prefill_s - w.overhead_s - steps * w.step_s(now_s))
         cost += _stall_cost(w, stall_s, steps, now_s)
+    if w.prefilling:  # its next free second is one that somebody else waits for; an idle worker's is lost when nobody takes it
+        cost += ask.queue_price * prefill_s
     if w.role is Role.DECODE:
         cost += ROLE_BIAS
     if w.name in ask.avoid:

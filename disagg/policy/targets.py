@@ -44,6 +44,11 @@ class Targets:
         return self.tpot_s if self.tpot_s is not None else SOFT_TPOT_S
 
 
+def slope(share: float) -> float:
+    """Growth of the regret around `share`, smoothed: for many requests whose shares lie about it."""
+    return 0.5 + STEEP * (MISSED - KNEE) * min(1.0, max(0.0, (share - 0.5) / 0.5))
+
+
 def regret(share: float) -> float:
     """How bad a latency of `share` times its target is: gentle below, steep around the target, flat again once it is lost.
 

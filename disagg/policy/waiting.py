@@ -55,6 +55,8 @@ class WaitingQueue:
         self._waiters: dict[int, Waiter] = {}  # in order of arrival in the queue
         self._expiries: list[tuple[float, int]] = []
         self.tokens = 0
+        self.work_s = 0.0  # of all that wait
+        self._targets_s = 0.0
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -66,6 +68,8 @@ class WaitingQueue:
         """Take in a waiter that is not there."""
         self._waiters[waiter.key] = waiter
         self.tokens += waiter.request.num_context_tokens
+        self.work_s += waiter.work_s
+        self._targets_s += waiter.targets.ttft_scale_s
         self._place(waiter)
         if waiter.request.deadline_s is not None:
             heapq.heappush(self._expiries, (waiter.request.deadline_s, waiter.key))
@@ -75,8 +79,15 @@ class WaitingQueue:
         waiter = self._waiters.pop(key, None)
         if waiter is not None:
             self.tokens -= waiter.request.num_context_tokens
+            self.work_s = max(0.0, self.work_s - waiter.work_s) if self._waiters else 0.0
+            self._targets_s = self._targets_s - waiter.targets.ttft_scale_s if self._waiters else 0.0
             self._unplace(waiter)
         return waiter
+
+    @property
+    def mean_target_s(self) -> float:
+        """Mean of the TTFT that those who wait ask for."""
+        return max(1e-3, self._targets_s / max(1, len(self._waiters)))
 
     def demote(self, waiter: Waiter) -> None:
         """From now on it is served as well as may be, after all that can still be in time."""
@@ -99,6 +110,10 @@ class WaitingQueue:
                 break
             found.append(waiter)
         return found[::-1]
+
+    def first(self) -> Waiter | None:
+        """The one that goes first."""
+        return self._waiters[self._places[0][3]] if self._places else None
 
     def oldest(self) -> Waiter | None:
         """The one that came first."""

@@ -62,6 +62,8 @@ class WorkerBook:
         self.accounts = Accounts()
         self.prefilling: dict[int, float] = {}  # predicted seconds of the prompts given and not answered yet, by key, in order
         self.busy_until_s = now_s
+        self.tail_steps = 0  # steps of the last prompt
+        self.tail_room = 0  # tokens left in the last of them
         self.heard_s = now_s  # of a step or a token
         self.last_used_s = 0.0
         self.overhead_s = 0.0  # learned: what a first token takes beyond the engine's own steps
@@ -173,10 +175,39 @@ class WorkerBook:
             return abs(self.busy_until_s - now_s)
         return 0.5 * self.step_s(now_s) if self.decodes else 0.0
 
-    def prefill_s(self, tokens: float, cached: float, now_s: float) -> float:
-        """Seconds to compute `tokens` prompt tokens after `cached` ones, beside what decodes here."""
-        decodes = self.decodes
-        return self.cost(now_s).prefill_s(tokens, cached, self.chunk_tokens, decodes, self.context_tokens if decodes else 0.0)
+    def feed_s(self, now_s: float) -> float:
+        """How much work must stand ready so that the next step is worth its weight reads: twice the tokens that they hide."""
+        cost = self.cost(now_s)
+        tokens = min(self.chunk_tokens, 2 * cost.ridge_tokens)
+        return cost.step_s(tokens, 0, self.decodes, self.context_tokens) if tokens else 0.0
+
+    def prefill_s(self, tokens: int, cached: int, now_s: float) -> float:
+        """Seconds that `tokens` prompt tokens after `cached` ones add, beside what decodes here and behind the prompts that are here.
+
+        The last step of the prompt before it may have room left; then the two share it.
+        """
+        cost, decodes = self.cost(now_s), self.decodes
+        shared = min(tokens, self.shared_room())
+        rest_s = cost.prefill_s(tokens - shared, cached + shared, self.chunk_tokens, decodes, self.context_tokens if decodes else 0.0)
+        return rest_s + shared * (cost.over_s + cost.token_s + cost.pair_s * (cached + shared / 2))
+
+    def shared_room(self) -> int:
+        """Prompt tokens that fit into the last step of the prompts that are here; none when that step has begun."""
+        if not self.prefilling or (self.tail_steps <= 1 and len(self.prefilling) == 1):
+            return 0
+        return self.tail_room
+
+    def took(self, key: int, tokens: int, seconds: float, now_s: float) -> None:
+        """A prompt of `tokens` tokens to compute, expected to add `seconds`, stands behind those that are here."""
+        chunk, shared = self.chunk_tokens, min(tokens, self.shared_room())
+        rest = tokens - shared
+        if rest:
+            self.tail_steps = -(-rest // chunk)
+            self.tail_room = -rest % chunk
+        else:
+            self.tail_room -= shared
+        self.prefilling[key] = seconds
+        self.busy_until_s = max(now_s, self.busy_until_s) + seconds
 
     @property
     def free_kv_tokens(self) -> int:
