@@ -50,6 +50,10 @@ def kv_cache_tokens(settings: SimulatedSettings) -> int:
     return report.kv_tokens
 
 
+# What only a model that computes logits can honour.
+_LOGIT_FIELDS = ("logit_bias", "bad_words", "allowed_token_ids", "structure", "prompt_logprobs", "logprob_token_ids")
+
+
 def simulated_model_info(settings: SimulatedSettings, name: str) -> ModelInfo:
     """What a gateway must know of a simulated model to check requests."""
     return ModelInfo(
@@ -72,6 +76,12 @@ def check_request(settings: SimulatedSettings, request: Request, max_context_tok
     if min(context) < 0 or max(context) >= settings.vocab_size:
         bad = next(t for t in context if not 0 <= t < settings.vocab_size)
         raise InvalidRequestError(field="prompt_token_ids", value=bad, expected=f"ids from 0 to {settings.vocab_size - 1}")
+    for field in _LOGIT_FIELDS:
+        value = getattr(request.sampling, field)
+        if value not in (None, ()):
+            raise InvalidRequestError(
+                f"{field}: a simulated engine has no logits to shape; expected no value", field=field, value=value, expected="no value"
+            )
     total = request.num_prompt_tokens + request.sampling.max_tokens
     if total > max_context_tokens:
         expected = f"at most {max_context_tokens} tokens of prompt and answer together"

@@ -6,8 +6,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,71 +18,13 @@ pytest.importorskip("vllm")
 from vllm.engine.protocol import EngineClient
 from vllm.sampling_params import SamplingParams
 
-from disagg.config import SloClass
 from disagg.errors import ConfigError
-from disagg.front.http_edge import EdgeSettings
 from disagg.front.openai_client import GatewayClient
-from disagg.front.openai_server import OpenAiServer
-from disagg.front.ports import listening_socket
-from disagg.serving.run import Run
-from disagg.types import ModelInfo, Phase, Request, Sampling
-from tests.builders import Cluster, cluster, sim_topology
+from disagg.types import ModelInfo, Phase
+from tests.builders import sim_topology
+from tests.openai_rig import CHAT, COMPLETIONS, MAX_BODY_BYTES, VOCABULARY, ask, door
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
-
-VOCABULARY = 49152
-MAX_BODY_BYTES = 1 << 20
-CLASSES = (SloClass(name="chat", priority=1), SloClass(name="batch", priority=-1))
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-@dataclass
-class Door:
-    """A door, its workers, and what the coordinator was asked."""
-
-    cluster: Cluster
-    server: OpenAiServer
-    port: int
-    http: httpx.AsyncClient
-    asked: list[Request]
-    submitted: asyncio.Event
-
-    def expected(self, prompt: list[int], max_tokens: int, **sampling: Any) -> list[int]:
-        request = self.cluster.request(prompt, sampling=Sampling(**{"max_tokens": max_tokens, "temperature": 0.0, **sampling}))
-        return list(self.cluster.expected(request))
-
-
-@asynccontextmanager
-async def door(folder: Path, *, check_empty: bool = True, http_args: dict[str, Any] | None = None, **shape: Any) -> AsyncIterator[Door]:
-    topology = sim_topology(vocab_size=VOCABULARY, eos_token_id=2, **shape)
-    gateway = topology.gateway.model_copy(update={"http_args": http_args or {}})
-    topology = topology.model_copy(update={"model": "smollm2-135m", "slo_classes": CLASSES, "gateway": gateway})
-    async with cluster(topology, check_empty=check_empty) as c:
-        sock = listening_socket("127.0.0.1", 0, "gateway.http_port")
-        info = ModelInfo("smollm2-135m", 8192, VOCABULARY, 64, (2,))
-        server = await OpenAiServer.start(topology, str(folder), info, c.coordinator, c.pool, sock, EdgeSettings(CLASSES, MAX_BODY_BYTES))
-        asked: list[Request] = []
-        submitted = asyncio.Event()
-        submit = c.coordinator.submit
-
-        def watched_submit(request: Request) -> Run:
-            asked.append(request)
-            submitted.set()
-            return submit(request)
-
-        c.coordinator.submit = watched_submit  # type: ignore[method-assign]
-        port = sock.getsockname()[1]
-        try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as http:
-                yield Door(c, server, port, http, asked, submitted)
-        finally:
-            await server.close(0.0)
-        assert server.client.num_running == 0
-        assert not server.client._output_processor.has_unfinished_requests()
-
-
-def ask(prompt: Any, **fields: Any) -> dict[str, Any]:
-    return {"model": "smollm2-135m", "prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True, **fields}
 
 
 async def events(response: httpx.Response) -> list[dict[str, Any]]:
@@ -254,7 +195,8 @@ async def test_without_workers_it_is_503_with_a_retry_after_before_any_stream(sm
         assert response.headers["content-type"] == "application/json"
         assert int(response.headers["retry-after"]) >= 1
         assert "no live" in response.json()["error"]["message"]
-        assert (await d.http.get("/health")).status_code == 503
+        assert (await d.http.get("/ready")).status_code == 503
+        assert (await d.http.get("/health")).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
