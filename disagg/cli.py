@@ -25,6 +25,7 @@ COMMAND_MODULES = (
     "disagg.cli_check",
     "disagg.cli_up",
     "disagg.cli_generate",
+    "disagg.cli_explain",
     "disagg.cli_top",
     "disagg.cli_ab",
     "disagg.cli_sim",

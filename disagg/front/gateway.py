@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.util
+import json
 import logging
 import os
 import socket
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Protocol, Self
 
 from disagg.config import Topology
-from disagg.errors import DisaggError
+from disagg.errors import ConfigError, DisaggError
 from disagg.front.access import TokenCheck, http_context
 from disagg.front.http_edge import EdgeSettings
 from disagg.front.metrics import Metrics
@@ -24,6 +26,7 @@ from disagg.front.readiness import Readiness
 from disagg.front.request_log import log_request
 from disagg.front.server import DoorServer
 from disagg.front.tracing import Tracing
+from disagg.perf.shapes import ModelShape, shape_from_config
 from disagg.serving.coordinator import Coordinator
 from disagg.serving.pool import Pool
 
@@ -57,7 +60,7 @@ class Gateway:
         Raises PlacementError (port in use), ModelError (no config beside the weights, tokenizer unreadable), ConfigError.
         """
         served = await asyncio.to_thread(read_served, topology, model)
-        pool = Pool(topology, served.info)
+        pool = Pool(topology, served.info, await asyncio.to_thread(_shape_of, model))
         coordinator = Coordinator(pool, topology, served.info)
         readiness = Readiness(pool, coordinator, topology.gateway.wedged_after_s)
         metrics = Metrics(topology, pool, coordinator)
@@ -66,7 +69,7 @@ class Gateway:
         observed = ObservedCoordinator(coordinator, readiness.progressed, [metrics.observe, log_request], tracing)
         async with AsyncExitStack() as undo:
             undo.push_async_callback(pool.close)
-            server = await DoorServer.start(topology, served, observed, readiness)
+            server = await DoorServer.start(topology, served, observed, readiness, coordinator.decisions)
             undo.push_async_callback(server.close, 0.0)
             http = await _HttpDoor.start(topology, model, served, observed, Ops(readiness, metrics), pool)
             gateway = cls(pool, coordinator, server, http, tracing)
@@ -104,6 +107,18 @@ class Gateway:
         await self.pool.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
+
+
+def _shape_of(model: str | None) -> ModelShape | None:
+    """The shape of a model in a local folder: where predictions of its speed start. None when its config does not tell."""
+    config = Path(model) / "config.json" if model is not None else None
+    if config is None or not config.is_file():
+        return None
+    try:
+        return shape_from_config(json.loads(config.read_text()))
+    except (ConfigError, ValueError) as error:
+        logger.info("predictions start from a guess: %s", error)
+        return None
 
 
 class _HttpDoor:

@@ -11,14 +11,16 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from disagg.config import GatewaySettings, Topology
-from disagg.front import health
+from disagg.front import decisions_door, health
 from disagg.front.access import TokenCheck, TokenInterceptor, grpc_credentials
+from disagg.front.decisions_door import DecisionsDoor, DecisionSource
 from disagg.front.grpc_door import Coordinator, InferenceDoor
 from disagg.front.health import HealthDoor
 from disagg.front.model_info import Served
 from disagg.front.ports import bracketed, reachable_host, why_not_bound
 from disagg.front.readiness import Readiness
 from disagg.pb import inference_pb2 as pb
+from disagg.pb.decisions_pb2_grpc import add_DecisionsServicer_to_server
 from disagg.pb.inference_pb2_grpc import add_InferenceServicer_to_server
 
 INFERENCE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -34,8 +36,13 @@ class DoorServer:
         self.endpoint = endpoint
 
     @classmethod
-    async def start(cls, topology: Topology, served: Served, coordinator: Coordinator, readiness: Readiness) -> Self:
-        """Bind and serve. Raises PlacementError when the port is in use or the host is not ours, ConfigError for unusable files."""
+    async def start(
+        cls, topology: Topology, served: Served, coordinator: Coordinator, readiness: Readiness, decisions: DecisionSource | None = None
+    ) -> Self:
+        """Bind and serve; with `decisions`, explain them.
+
+        Raises PlacementError when the port is in use or the host is not ours, ConfigError for unusable files.
+        """
         settings = topology.gateway
         check = TokenCheck.of(settings)
         credentials = grpc_credentials(settings.tls) if settings.tls is not None else None
@@ -45,7 +52,10 @@ class DoorServer:
         health_door = HealthDoor(readiness, [INFERENCE_NAME])
         add_InferenceServicer_to_server(door, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(health_door, server)
-        reflection.enable_server_reflection((INFERENCE_NAME, health.NAME, reflection.SERVICE_NAME), server)
+        if decisions is not None:
+            add_DecisionsServicer_to_server(DecisionsDoor(decisions), server)  # type: ignore[no-untyped-call]
+        own = (INFERENCE_NAME, *([decisions_door.NAME] if decisions is not None else []))
+        reflection.enable_server_reflection((*own, health.NAME, reflection.SERVICE_NAME), server)
         try:
             address = f"{bracketed(settings.host)}:{settings.port}"
             port = server.add_secure_port(address, credentials) if credentials is not None else server.add_insecure_port(address)
@@ -58,7 +68,7 @@ class DoorServer:
     async def close(self, grace_s: float) -> None:
         """Refuse new requests at once, let running ones end for `grace_s` seconds, then cancel them. Idempotent."""
         self._readiness.close()
-        await self._server.stop(grace_s)
+        await self._server.stop(grace_s or None)  # 0 would race with itself: a wait of no time is a cancel
 
 
 def _options(settings: GatewaySettings) -> list[tuple[str, int]]:

@@ -29,7 +29,9 @@ class DecisionLog:
             log.info("%s", to_json(record))
 
     def find(self, request_id: str) -> tuple[DecisionRecord, ...]:
-        """The decisions on a request, oldest first; empty when it is not known, or no more."""
+        """The decisions on a request, oldest first; on the latest one when the id is empty. None when it is not known, or no more."""
+        if not request_id:
+            request_id = next(reversed(self._by_request), "")
         return tuple(self._by_request.get(request_id, ()))
 
 
