@@ -81,7 +81,7 @@ class WorkerServer:
         """Stop serving (calls under way get `grace_s`), then end the worker. Idempotent."""
         self._watch.cancel()
         await self._servicer.close(WorkerLostError(f"worker {self.worker.name} is closing", worker=self.worker.name))
-        await self._server.stop(grace_s)
+        await self._server.stop(grace_s or None)  # 0 would race with itself: a wait of no time is a cancel
         await self.worker.close()
 
     async def _end_streams_when_dead(self) -> None:

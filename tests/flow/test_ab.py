@@ -60,7 +60,7 @@ class FakeGateway(InferenceServicer):
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         self.requests.append((time.monotonic(), request))
         if self.dies_after is not None and len(self.requests) > self.dies_after:
-            await self.server.stop(0)
+            await self.server.stop(None)
         fault = self.fault if len(self.requests) > self.sound_requests else None
         if fault == "reject":
             context.set_trailing_metadata(((ERROR_KEY, to_wire(RejectedError("full", retry_after_s=1.0))),))
@@ -99,7 +99,7 @@ class Arms:
 
     async def close(self) -> None:
         for gateway in self.gateways.values():
-            await gateway.server.stop(0)
+            await gateway.server.stop(None)
 
 
 @asynccontextmanager
