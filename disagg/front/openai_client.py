@@ -111,6 +111,8 @@ class GatewayClient(EngineClient):  # type: ignore[misc]
         )
         core.reasoning_ended = reasoning_ended
         core.reasoning_parser_kwargs = reasoning_parser_kwargs
+        if terms is not None:
+            terms.is_understood = True
         text = prompt_text if prompt_text is not None else prompt.get("prompt")
         return self._generate(core, text, terms)
 

@@ -9,11 +9,15 @@ import socket
 import ssl
 from argparse import Namespace
 from collections.abc import Generator
+from http import HTTPStatus
 from typing import Self
 
 import uvicorn
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import GracefulHTTPError
 
 from disagg.config import Topology
@@ -21,6 +25,7 @@ from disagg.front.grpc_door import Pools
 from disagg.front.http_edge import App, EdgeSettings, HttpEdge
 from disagg.front.openai_client import TASKS, GatewayClient, OpenCoordinator
 from disagg.front.openai_config import server_args, vllm_config
+from disagg.front.terms import CURRENT
 from disagg.types import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -93,10 +98,25 @@ def _make_app(
     args = server_args(topology, model, config)
     client = GatewayClient(config, coordinator, pools, topology.slo_classes[0])
     app = build_app(args, TASKS, config.model_config)
+    for fault in (AttributeError, LookupError, AssertionError, RecursionError):
+        app.exception_handler(fault)(_misread)
     asyncio.run(init_app_state(client, app.state, args, TASKS))
     for handler in logging.getLogger("vllm").handlers:
         handler.addFilter(_is_news)
     return app, client, args
+
+
+async def _misread(request: Request, fault: Exception) -> JSONResponse:
+    """vLLM stumbles over some malformed fields (structured_outputs: 3) where it means to check them: the client's error, not ours."""
+    terms = CURRENT.get()
+    is_malformed = terms is not None and not terms.is_understood
+    logger.error("%s: %s", "malformed request" if is_malformed else "unexpected error", request.url.path, exc_info=fault)
+    if is_malformed:
+        error = create_error_response(f"the request is malformed: {fault}")
+    else:
+        message = "the request failed by a fault of the gateway; its log has the details"
+        error = create_error_response(message, "InternalServerError", HTTPStatus.INTERNAL_SERVER_ERROR)
+    return JSONResponse(error.model_dump(), error.error.code)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

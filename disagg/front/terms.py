@@ -26,13 +26,15 @@ LONGEST_TIMEOUT_S = 86_400.0
 class Terms:
     """One request's terms. `priority`: higher goes first; None: the class's. `deadline_s`: monotonic instant; None: no limit.
 
-    `retry_after_s` is the answer's part: set by whoever refuses the request for now, read where the response leaves.
+    `retry_after_s` is the answer's part: set by whoever refuses the request for now, read where the response leaves. `is_understood`: the
+    request was read and checked, and what goes wrong from here on is not its form.
     """
 
     slo_class: SloClass
     priority: int | None = None
     deadline_s: float | None = None
     retry_after_s: float | None = None
+    is_understood: bool = False
 
 
 CURRENT: contextvars.ContextVar[Terms | None] = contextvars.ContextVar("disagg_terms", default=None)
