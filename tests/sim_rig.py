@@ -47,9 +47,13 @@ def random_trace(rng: random.Random, count: int, rate_rps: float, most_in: int, 
 
 
 class EagerDispatcher:
-    """Grants at once: first legs in turns over the prefill side, second legs in turns over the decode side. Checks what it is told."""
+    """Grants at once: first legs in turns over the prefill side, second legs in turns over the decode side. Checks what it is told.
 
-    def __init__(self) -> None:
+    `seed`: first legs at random instead, so that a Poisson stream splits into Poisson streams.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._rng = None if seed is None else random.Random(seed)
         self._first: list[str] = []
         self._second: list[str] = []
         self._keys = itertools.count()
@@ -83,7 +87,7 @@ class EagerDispatcher:
 
     def _grant(self, key: int, request: Request, now_s: float) -> Grant:
         turn = next(self._turns)
-        first = self._first[turn % len(self._first)]
+        first = self._first[turn % len(self._first)] if self._rng is None else self._rng.choice(self._first)
         second = self._second[turn % len(self._second)] if self._second else first
         self.granted.add(key)
         record = DecisionRecord(request.request_id, now_s, 0.0, Verdict.GRANTED, "", request.slo_class, 0, 0, 0, None, None, 0)
