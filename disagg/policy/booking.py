@@ -107,7 +107,7 @@ class Booking:
         self.sink.accounts.unseen_kv_tokens -= self._kv_tokens
         if self.first_token_s is None or self.source is self.sink:
             return None
-        return max(0.0, now_s - self.first_token_s - self.sink.step_s(now_s))
+        return max(0.0, now_s - self.first_token_s - self.sink.outline(now_s).step_s)
 
     def progress(self, output_tokens: int, now_s: float) -> bool:
         """Counts the answer's tokens. True when it has become longer than what room was kept for."""

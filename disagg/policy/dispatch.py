@@ -67,11 +67,14 @@ class Dispatcher:
         self._tpot_s = min((t.tpot_s for t in self._targets.values() if t.tpot_s is not None), default=SOFT_TPOT_S)
         self._outputs: dict[str, OutputLengths] = {}
         self._workers: dict[str, WorkerBook] = {}
+        self._sources: Sequence[WorkerBook] = []  # live workers that may take a first leg, and a second one
+        self._sinks: Sequence[WorkerBook] = []
         self._waiting = WaitingQueue()
         self._bookings: dict[int, Booking] = {}
         self._router = Router(mode)
         self._keys = itertools.count(1)
         self._grants = 0
+        self._fresh: tuple[tuple[int, int, float], Ask, list[Pair] | Shortage] | None = None  # weighed by admission: for which, when, what
         self._wait_factor = 1.0  # learned: measured over predicted time in the queue
         self._typical = next(iter(self._priors.values()), GENERIC)
         self._refreshed_s = 0.0
@@ -83,12 +86,14 @@ class Dispatcher:
         """A worker came up. One of that name that is known already is replaced."""
         self.leave(name, now_s)
         self._workers[name] = WorkerBook(name, role, host_id, state, self._priors.get(role, GENERIC), now_s)
+        self._members_changed()
 
     def leave(self, name: str, now_s: float) -> None:
         """A worker is gone. What was granted on it stays booked until its owner calls `end`. Unknown is fine."""
         book = self._workers.pop(name, None)
         if book is not None:
             book.is_live = False
+            self._members_changed()
 
     def report(self, name: str, state: EngineState, now_s: float) -> None:
         """A worker's latest state; steps that it has told of before do not count twice. Unknown is fine."""
@@ -108,7 +113,7 @@ class Dispatcher:
 
         Raises InvalidRequestError when no live worker could ever hold it.
         """
-        check_fits(request, self.mode, self.model, self._sources(), self._sinks())
+        check_fits(request, self.mode, self.model, self._sources, self._sinks)
         targets = self._targets.get(request.slo_class) or Targets.none(request.slo_class)
         lengths = self._lengths(request.slo_class)
         waiter = Waiter(
@@ -154,9 +159,8 @@ class Dispatcher:
             refusals += self._starved(missing, now_s)
         elif len(self._waiting):
             self._starved_since_s = None
-            workers = list(self._workers.values())
-            refusals += self._admit(workers, now_s)
-            grants, hopeless = self._grant(workers, now_s)
+            refusals += self._admit(now_s)
+            grants, hopeless = self._grant(now_s)
             refusals += hopeless
         refusals += self._bound(now_s)
         return Decisions(tuple(grants), tuple(refusals), self._wake_at_s(now_s))
@@ -209,7 +213,7 @@ class Dispatcher:
 
     # ---- entry
 
-    def _admit(self, workers: Sequence[WorkerBook], now_s: float) -> list[Refusal]:
+    def _admit(self, now_s: float) -> list[Refusal]:
         """Look at those that came since the last time: may they wait?"""
         refusals = []
         for waiter in self._waiting.unchecked():
@@ -217,8 +221,9 @@ class Dispatcher:
             if waiter.attempt or not self._admission.by_slo:
                 continue
             ask = self._ask(waiter, now_s)
-            pairs = self._router.pairs(ask, workers, now_s, {}, RECORDED_PAIRS)
-            ahead = self._outlook(waiter, ask, workers, now_s)
+            pairs = self._router.pairs(ask, self._sources, self._sinks, now_s, {}, RECORDED_PAIRS)
+            self._fresh = ((waiter.key, self._grants, now_s), ask, pairs)
+            ahead = self._outlook(waiter, ask, now_s)
             found = why_not(ask, [] if isinstance(pairs, Shortage) else pairs, ahead, waiter.work_s)
             if found is None:
                 if not isinstance(pairs, Shortage):
@@ -262,12 +267,12 @@ class Dispatcher:
     def _retry_s(self, waiter: Waiter, now_s: float) -> float:
         """When what waits now will have been started."""
         ask = self._ask(waiter, now_s)
-        return retry_after(self._outlook(waiter, ask, list(self._workers.values()), now_s).start_s)
+        return retry_after(self._outlook(waiter, ask, now_s).start_s)
 
-    def _outlook(self, waiter: Waiter, ask: Ask, workers: Sequence[WorkerBook], now_s: float) -> Outlook:
+    def _outlook(self, waiter: Waiter, ask: Ask, now_s: float) -> Outlook:
         """When its turn comes; corrected by how such predictions did lately."""
         ahead, work_s = self._waiting.ahead(waiter)
-        found = outlook(ask, self.mode, workers, ahead, work_s, self._typical, now_s)
+        found = outlook(ask, self._sources, self._sinks, ahead, work_s, self._typical, now_s)
         return Outlook(found.start_s * self._wait_factor, found.place_s) if ahead else found
 
     def _learn_wait(self, waiter: Waiter, pair: Pair, ask: Ask) -> None:
@@ -279,26 +284,26 @@ class Dispatcher:
 
     # ---- grants
 
-    def _grant(self, workers: Sequence[WorkerBook], now_s: float) -> tuple[list[Grant], list[Refusal]]:
+    def _grant(self, now_s: float) -> tuple[list[Grant], list[Refusal]]:
         """Give prompts to workers that are about to run dry. One meant for a busy worker waits on, and counts as work before later ones."""
         grants: list[Grant] = []
         refusals: list[Refusal] = []
+        ready = {w.name for w in self._sources if self._is_ready(w, w.wait_s(now_s), now_s)}
         held_s: dict[str, float] = {}
-        price = self._queue_price(now_s)
+        price = self._queue_price(now_s) if ready else 0.0
         blocked = 0
         for waiter in self._candidates(now_s):
-            if blocked >= LOOK_AHEAD or not self._any_is_ready(held_s, now_s):
+            if blocked >= LOOK_AHEAD or not ready:
                 break
-            ask = self._ask(waiter, now_s)
-            ask.queue_price = price
-            pairs = self._router.pairs(ask, workers, now_s, held_s, RECORDED_PAIRS)
+            ask, pairs = self._weighed(waiter, price, held_s, now_s)
             if isinstance(pairs, Shortage):
                 blocked += 1
                 continue
             pair = pairs[0]
             source = pair.first.worker
-            if not self._is_ready(source, pair.first.wait_s, now_s):
+            if source.name not in ready or not self._is_ready(source, pair.first.wait_s, now_s):
                 held_s[source.name] = held_s.get(source.name, 0.0) + pair.first.prefill_s
+                ready.discard(source.name)
                 blocked += 1
             elif self._is_hopeless(waiter, ask, pair):
                 prediction = candidate(pair, ask, "too late")
@@ -308,18 +313,18 @@ class Dispatcher:
                 blocked += 1
             else:
                 grants.append(self._book(waiter, ask, pairs, now_s))
+                if not self._is_ready(source, source.wait_s(now_s), now_s):
+                    ready.discard(source.name)
         return grants, refusals
 
-    def _queue_price(self, now_s: float) -> float:
-        """Regret per second of a prefill worker's time: what each of those who wait loses by starting so much later."""
-        count = len(self._waiting)
-        if count < 2:
-            return 0.0
-        servers = len(self._sources())
-        first = self._waiting.first()
-        waited = (now_s - first.request.arrival_s) / first.targets.ttft_scale_s if first is not None else 0.0
-        share = max(waited, self._waiting.work_s / servers / self._waiting.mean_target_s)
-        return (count - 1) * slope(share) / self._waiting.mean_target_s / servers
+    def _weighed(self, waiter: Waiter, price: float, held_s: Mapping[str, float], now_s: float) -> tuple[Ask, list[Pair] | Shortage]:
+        """Its pairs; those that admission has just weighed, when nothing has changed since."""
+        fresh, self._fresh = self._fresh, None
+        if fresh is not None and fresh[0] == (waiter.key, self._grants, now_s) and not held_s and price == 0.0:
+            return fresh[1], fresh[2]
+        ask = self._ask(waiter, now_s)
+        ask.queue_price = price
+        return ask, self._router.pairs(ask, self._sources, self._sinks, now_s, held_s, RECORDED_PAIRS)
 
     def _candidates(self, now_s: float) -> Iterator[Waiter]:
         """In order; but every so often the one that has waited longest goes first."""
@@ -332,11 +337,20 @@ class Dispatcher:
         """Whether a worker is about to run dry: a wait for the step under way is none."""
         if not source.prefilling:
             return True
-        return wait_s <= max(FEED_S, source.feed_s(now_s)) and source.accounts.prefills < self._admission.max_prefills_per_worker
+        if wait_s > FEED_S and wait_s > source.outline(now_s).feed_s:
+            return False
+        return source.accounts.prefills < self._admission.max_prefills_per_worker
 
-    def _any_is_ready(self, held_s: Mapping[str, float], now_s: float) -> bool:
-        """Whether a prompt could start anywhere; when not, no waiter needs to be weighed."""
-        return any(self._is_ready(w, w.wait_s(now_s) + held_s.get(w.name, 0.0), now_s) for w in self._sources())
+    def _queue_price(self, now_s: float) -> float:
+        """Regret per second of a prefill worker's time: what each of those who wait loses by starting so much later."""
+        count = len(self._waiting)
+        if count < 2:
+            return 0.0
+        servers = len(self._sources)
+        first = self._waiting.first()
+        waited = (now_s - first.request.arrival_s) / first.targets.ttft_scale_s if first is not None else 0.0
+        share = max(waited, self._waiting.work_s / servers / self._waiting.mean_target_s)
+        return (count - 1) * slope(share) / self._waiting.mean_target_s / servers
 
     def _is_hopeless(self, waiter: Waiter, ask: Ask, pair: Pair) -> bool:
         """It came in time, but its target cannot be met any more: others can still be."""
@@ -348,7 +362,7 @@ class Dispatcher:
     def _may_join(self, waiter: Waiter, ask: Ask, pair: Pair, now_s: float) -> bool:
         """Whether the decode side can take one more within the targets: its own, and for lower work those of the others."""
         sink = pair.second.worker
-        if not ask.moves_kv or not self._admission.by_slo or waiter.attempt or not (sink.decodes or sink.accounts.coming):
+        if not ask.moves_kv or not self._admission.by_slo or waiter.attempt or not (sink.accounts.decodes or sink.accounts.coming):
             return True
         limit_s = math.inf
         if ask.targets.tpot_s is not None and not waiter.is_best_effort:
@@ -363,7 +377,7 @@ class Dispatcher:
         self._learn_wait(waiter, pair, ask)
         self._waiting.remove(waiter.key)
         seen = tuple([candidate(p, ask) for p in pairs])
-        reason = describe(pair, pairs)
+        reason = describe(pair)
         record = replace(self._record(waiter, now_s, Verdict.GRANTED, reason), candidates=seen)
         route = Route(seen[0].prefill, seen[0].decode, reason)
         self._bookings[waiter.key] = Booking(waiter.key, waiter.request, pair, ask, now_s)
@@ -376,11 +390,9 @@ class Dispatcher:
         """A role that the mode needs and that no live worker has."""
         return missing_role(self.mode, {w.role for w in self._workers.values()})
 
-    def _sources(self) -> list[WorkerBook]:
-        return [w for w in self._workers.values() if self.mode is not Mode.DISAGG or w.role is Role.PREFILL]
-
-    def _sinks(self) -> list[WorkerBook]:
-        return [w for w in self._workers.values() if self.mode is not Mode.DISAGG or w.role is Role.DECODE]
+    def _members_changed(self) -> None:
+        books = list(self._workers.values())
+        self._sources, self._sinks = self._router.sources(books), self._router.sinks(books)
 
     def _lengths(self, name: str) -> OutputLengths:
         return self._outputs.setdefault(name, OutputLengths())
@@ -421,7 +433,7 @@ class Dispatcher:
     def _refresh(self, now_s: float) -> None:
         """Once a second: what the typical worker of each role is, by which an idle one's learned speed is judged."""
         self._refreshed_s = now_s
-        if sources := self._sources():
+        if sources := self._sources:
             self._typical = _median(sources).fit.cost
         for role in Role:
             if books := [w for w in self._workers.values() if w.role is role]:
@@ -441,8 +453,9 @@ class Dispatcher:
             timeout_s = self._admission.worker_timeout_s
             instants += [max(self._starved_since_s, w.queued_s) + timeout_s for w in self._waiting.in_order()]
         else:
-            dry = [w.busy_until_s - max(FEED_S, w.feed_s(now_s)) for w in self._sources() if w.prefilling]
-            instants.append(max(now_s + MIN_NAP_S, min((at_s for at_s in dry if at_s > now_s), default=now_s + MAX_NAP_S)))
+            dry_s = min((w.busy_until_s for w in self._sources if w.prefilling and w.busy_until_s > now_s + FEED_S), default=now_s)
+            nap_s = dry_s - FEED_S - now_s if dry_s > now_s else MAX_NAP_S
+            instants.append(now_s + min(MAX_NAP_S, max(MIN_NAP_S, nap_s)))
         return min(instants)
 
 
@@ -451,11 +464,12 @@ def _median(books: Sequence[WorkerBook]) -> WorkerBook:
     return sorted(books, key=lambda w: pace_s(w.fit.cost))[(len(books) - 1) // 2]
 
 
-def describe(pair: Pair, pairs: Sequence[Pair]) -> str:
+def describe(pair: Pair) -> str:
     """Why this pair, in a few words."""
     first, second = pair.first, pair.second
     p, d = first.worker, second.worker
     ahead = f"starts in {first.wait_s * 1e3:.0f} ms behind {len(p.prefilling)} prompts" if p.prefilling else "idle"
     if pair.is_colocated:
-        return f"{p.name} alone: {ahead}, {p.decodes} decoding there"
-    return f"{p.name}: {ahead}; {d.name}: {d.decodes + d.accounts.coming} decoding, {max(0, d.free_kv_tokens)} KV tokens free"
+        return f"{p.name} alone: {ahead}, {p.accounts.decodes} decoding there"
+    decoding = d.accounts.decodes + d.accounts.coming
+    return f"{p.name}: {ahead}; {d.name}: {decoding} decoding, {max(0, d.state.total_kv_tokens - d.accounts.kv_tokens)} KV tokens free"

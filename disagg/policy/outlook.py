@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from disagg.policy.router import Ask
 from disagg.policy.step_cost import StepCost
-from disagg.policy.worker_book import UNKNOWN_STEP_TOKENS, WorkerBook
-from disagg.types import Mode, Role
+from disagg.policy.worker_book import UNKNOWN_STEP_TOKENS, Outline, WorkerBook
 
 SPARE_BELOW = 0.9  # of a target: what decoding is held to when prompts run beside it
 NEVER_S = 1e6
@@ -28,24 +27,35 @@ class Outlook:
 
 
 def outlook(
-    ask: Ask, mode: Mode, workers: Sequence[WorkerBook], ahead: int, ahead_work_s: float, typical: StepCost, now_s: float
+    ask: Ask,
+    sources: Sequence[WorkerBook],
+    sinks: Sequence[WorkerBook],
+    ahead: int,
+    ahead_work_s: float,
+    typical: StepCost,
+    now_s: float,
 ) -> Outlook:
     """For a request with `ahead` others before it, whose prompts take `ahead_work_s` in all at the cost `typical`."""
-    sources = [w for w in workers if mode is not Mode.DISAGG or w.role is Role.PREFILL]
-    sinks = [w for w in workers if mode is not Mode.DISAGG or w.role is Role.DECODE]
     place_s = _place_s(ask, sinks, ahead, now_s) if ask.moves_kv else 0.0
     return Outlook(max(place_s, _prefill_start_s(sources, ahead, ahead_work_s, typical, now_s)), place_s)
 
 
 def prompt_rate(w: WorkerBook, typical: StepCost, now_s: float) -> float:
     """Seconds of prompt work, as `typical` counts it, that a worker does per second while what decodes there stays inside its targets."""
-    chunk = w.chunk_tokens
-    if not w.decodes or not w.accounts.groups:
+    o = w.outline(now_s)
+    if w.prompt_rate is None or w.prompt_rate[:2] != (o.at_s, typical):
+        w.prompt_rate = (o.at_s, typical, _prompt_rate(w, o, typical))
+    return w.prompt_rate[2]
+
+
+def _prompt_rate(w: WorkerBook, o: Outline, typical: StepCost) -> float:
+    chunk = o.chunk_tokens
+    if not o.decodes or not w.accounts.groups:
         tokens = min(chunk, UNKNOWN_STEP_TOKENS)
-        own_s = w.cost(now_s).prefill_s(tokens, 0, tokens)
+        own_s = o.cost.prefill_s(tokens, 0, tokens)
         return typical.prefill_s(tokens, 0, tokens) / own_s if own_s > 0 else 1.0
     limit_s = SPARE_BELOW * min(w.accounts.groups)
-    step_s, mixed_s = w.step_s(now_s), w.cost(now_s).prefill_s(chunk, 0, chunk, w.decodes, w.context_tokens)
+    step_s, mixed_s = o.step_s, o.cost.prefill_s(chunk, 0, chunk, o.decodes, o.context_tokens)
     share = 1.0
     if mixed_s > limit_s:  # the mean step may be as long as the limit: so many of them may carry a chunk
         share = max(0.0, (limit_s - step_s) / (mixed_s - step_s)) if step_s < limit_s else 0.0
@@ -85,24 +95,25 @@ def _place_s(ask: Ask, sinks: Sequence[WorkerBook], ahead: int, now_s: float) ->
         places += _places(ask, w, now_s)
         if places > ahead:
             return 0.0
-        if w.decodes:
-            ends_per_s += w.decodes / (w.mean_output_tokens * w.gap_s(now_s))
+        if w.accounts.decodes:
+            ends_per_s += w.accounts.decodes / (w.mean_output_tokens * w.outline(now_s).gap_s)
     return (ahead + 1 - places) / ends_per_s if ends_per_s > 0 else 0.0
 
 
 def _places(ask: Ask, w: WorkerBook, now_s: float) -> float:
     """How many further requests like this one can decode on `w`, by KV room and by its target."""
-    by_room = max(0, w.free_kv_tokens) // max(1, ask.kv_tokens)
+    o = w.outline(now_s)
+    by_room = max(0, o.free_kv_tokens) // max(1, ask.kv_tokens)
     if w.accounts.kv_tokens == 0:
         by_room = max(1, by_room)
+    decodes = o.decodes + w.accounts.coming
     limit = w.state.max_running_requests
     if limit:
-        by_room = min(by_room, max(0, limit - w.decodes))
+        by_room = min(by_room, max(0, limit - decodes))
     if ask.targets.tpot_s is None or not by_room:
         return by_room
-    room_s = ask.targets.tpot_s * (1.0 - w.duty(now_s)) - w.step_s(now_s)
-    cost = w.cost(now_s)
-    each_s = cost.token_s + cost.context_s * (ask.context_tokens + 0.5 * ask.output_tokens)
-    if w.decodes >= cost.ridge_tokens:
-        each_s += cost.over_s
+    room_s = ask.targets.tpot_s * (1.0 - o.duty) - o.gap_s * (1.0 - o.duty)
+    each_s = o.cost.token_s + o.cost.context_s * (ask.context_tokens + 0.5 * ask.output_tokens)
+    if decodes >= o.cost.ridge_tokens:
+        each_s += o.cost.over_s
     return min(by_room, max(0.0, room_s / each_s)) if each_s > 0 else by_room

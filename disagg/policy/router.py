@@ -20,19 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import nsmallest
-from operator import itemgetter
 
 from disagg.policy.decision import Candidate, Prediction
 from disagg.policy.targets import Targets, regret
-from disagg.policy.worker_book import WorkerBook
+from disagg.policy.worker_book import Outline, WorkerBook
 from disagg.types import Mode, Role
 
 LATE_WEIGHT = 0.03  # of a step that is longer than a decoding request's target by that target, against a regret of 1
 ROLE_BIAS = 0.03
 AVOIDED = 1e3  # makes a worker that just failed this request the last choice, but still a choice
 TIE = 0.004  # costs this near to the least, 0.8 % of a target, are equal, and take turns: noise must not send all to one worker
-SHORTLIST = 8  # pairs are weighed in full for so many of the least busy workers of each kind
+SHORTLIST = 8  # so many of the least busy, and of the least full, workers are weighed
+BEST_LEGS = 3  # of each kind are paired
 CROSS_HOST_BYTES_PER_S = 1e9
 HAND_OVER_S = 5e-3  # until it is learned
 
@@ -58,19 +57,18 @@ class Ask:
     has_followers: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: hundreds are made per decision
 class FirstLeg:
-    """The prompt on one worker. `wait_s` there, then `prefill_s`; `stall_s` is what each request decoding there loses."""
+    """The prompt on one worker: `wait_s` there, then `prefill_s`."""
 
     worker: WorkerBook
     cost: float
     wait_s: float
     prefill_s: float
     cached_tokens: int
-    stall_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class SecondLeg:
     """The answer on one worker, at `tpot_s` per token."""
 
@@ -79,7 +77,7 @@ class SecondLeg:
     tpot_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Pair:
     """A route with what it costs and gives."""
 
@@ -102,50 +100,48 @@ class Shortage:
 
 def weigh_first(w: WorkerBook, ask: Ask, now_s: float, extra_s: float = 0.0) -> FirstLeg:
     """The prompt on `w`, behind what is there and `extra_s` more."""
+    o = w.outline(now_s)
     cached = min(ask.cached.get(w.name, 0), ask.context_tokens - 1) if ask.cached else 0
     tokens = ask.context_tokens - cached
     wait_s = w.wait_s(now_s) + extra_s
-    prefill_s = w.prefill_s(tokens, cached, now_s) + w.overhead_s
-    if ask.has_followers and w.prefilling:
-        prefill_s = max(prefill_s, w.feed_s(now_s))  # others will share its step
+    core_s = w.prefill_s(tokens, cached, now_s)
+    prefill_s = core_s + w.overhead_s
+    if ask.has_followers and w.prefilling and prefill_s < o.feed_s:
+        prefill_s = o.feed_s  # others will share its step
     cost = regret((ask.waited_s + wait_s + prefill_s) / ask.targets.ttft_scale_s)
-    stall_s = 0.0
-    if w.decodes:
-        steps = -(-tokens // w.chunk_tokens)
-        stall_s = max(0.0, prefill_s - w.overhead_s - steps * w.step_s(now_s))
-        cost += _stall_cost(w, stall_s, steps, now_s)
+    if o.decodes:
+        steps = -(-tokens // o.chunk_tokens)
+        cost += _stall_cost(w, o, max(0.0, core_s - steps * o.step_s), steps)
     if w.prefilling:  # its next free second is one that somebody else waits for; an idle worker's is lost when nobody takes it
         cost += ask.queue_price * prefill_s
     if w.role is Role.DECODE:
         cost += ROLE_BIAS
     if w.name in ask.avoid:
         cost += AVOIDED
-    return FirstLeg(w, cost, wait_s, prefill_s, cached, stall_s)
+    return FirstLeg(w, cost, wait_s, prefill_s, cached)
 
 
-def _stall_cost(w: WorkerBook, stall_s: float, steps: float, now_s: float) -> float:
-    """What a prompt costs those that decode beside it: slower on the mean, and in lumps."""
-    gap_s = w.gap_s(now_s)
-    after_s = gap_s + stall_s / w.mean_output_tokens
-    mixed_s = w.step_s(now_s) + stall_s / steps
+def _stall_cost(w: WorkerBook, o: Outline, stall_s: float, steps: int) -> float:
+    """What a prompt of `steps` steps, `stall_s` longer in all, costs those that decode beside it: slower on the mean, and in lumps."""
+    after_s = o.gap_s + stall_s / w.mean_output_tokens
+    mixed_s = o.step_s + stall_s / steps
     cost = 0.0
     for target_s, count in w.accounts.groups.items():
-        cost += count * (regret(after_s / target_s) - regret(gap_s / target_s))
-        cost += count * LATE_WEIGHT * steps * max(0.0, mixed_s / target_s - 1.0)
+        cost += count * (regret(after_s / target_s) - regret(o.gap_s / target_s))
+        if mixed_s > target_s:
+            cost += count * LATE_WEIGHT * steps * (mixed_s / target_s - 1.0)
     return cost
 
 
 def weigh_second(w: WorkerBook, ask: Ask, now_s: float) -> SecondLeg:
     """The answer on `w`, beside what is there."""
-    target_s = ask.targets.tpot_scale_s
-    before_s = w.gap_s(now_s)
-    tpot_s = w.gap_s(now_s, 1, ask.context_tokens + 0.5 * ask.output_tokens)
-    cost = regret(tpot_s / target_s)
+    o = w.outline(now_s)
+    tpot_s = w.gap_with_s(now_s, ask.context_tokens + 0.5 * ask.output_tokens)
+    cost = regret(tpot_s / ask.targets.tpot_scale_s)
     for other_s, count in w.accounts.groups.items():
-        cost += count * (regret(tpot_s / other_s) - regret(before_s / other_s))
-    late_per_s = w.late_per_s(now_s)
-    if late_per_s > 0.0:
-        cost += LATE_WEIGHT * late_per_s * ask.output_tokens * tpot_s
+        cost += count * (regret(tpot_s / other_s) - regret(o.gap_s / other_s))
+    if o.late_per_s > 0.0:
+        cost += LATE_WEIGHT * o.late_per_s * ask.output_tokens * tpot_s
     if w.role is Role.PREFILL:
         cost += ROLE_BIAS
     if w.name in ask.avoid:
@@ -153,19 +149,16 @@ def weigh_second(w: WorkerBook, ask: Ask, now_s: float) -> SecondLeg:
     return SecondLeg(w, cost, tpot_s)
 
 
-def has_source_room(w: WorkerBook, ask: Ask) -> bool:
-    """Outbox room for what will move. A worker that holds nothing is never too small."""
+def has_outbox_room(w: WorkerBook, ask: Ask) -> bool:
+    """Room for what will move. A worker that holds nothing is never too small."""
     held = w.accounts.outbox_bytes
-    return not ask.moves_kv or held == 0 or held + ask.box_bytes <= w.state.outbox_total_bytes
+    return held == 0 or not ask.moves_kv or held + ask.box_bytes <= w.state.outbox_total_bytes
 
 
-def has_sink_room(w: WorkerBook, ask: Ask, *, is_colocated: bool) -> bool:
-    """KV room for context and expected answer, and inbox room when the KV comes from elsewhere."""
-    if not ask.moves_kv and not is_colocated:
-        return True
+def has_inbox_room(w: WorkerBook, ask: Ask) -> bool:
+    """Room for what comes from elsewhere. A worker that holds nothing is never too small."""
     held = w.accounts.inbox_bytes
-    fits_inbox = is_colocated or held == 0 or held + ask.box_bytes <= w.state.inbox_total_bytes
-    return fits_inbox and w.has_kv_room(ask.kv_tokens)
+    return held == 0 or not ask.moves_kv or held + ask.box_bytes <= w.state.inbox_total_bytes
 
 
 class Router:
@@ -176,45 +169,59 @@ class Router:
         self.hand_over_s = HAND_OVER_S
 
     def pairs(
-        self, ask: Ask, workers: Sequence[WorkerBook], now_s: float, extra_s: Mapping[str, float], best: int = 1
+        self,
+        ask: Ask,
+        sources: Sequence[WorkerBook],
+        sinks: Sequence[WorkerBook],
+        now_s: float,
+        extra_s: Mapping[str, float],
+        best: int = 1,
     ) -> list[Pair] | Shortage:
-        """Pairs with room, the one to take first, then up to `best` - 1 by cost; or why there is none. `workers`: live ones, of all roles.
+        """Pairs with room, the one to take first, then up to `best` - 1 by cost; or why there is none.
 
-        `extra_s`: seconds of prompts that are meant for a worker but not given yet. Of pairs that are as good as equal, the least
-        recently used is to be taken.
+        `sources`, `sinks`: live workers that may take the legs. `extra_s`: seconds of prompts meant for a worker but not given yet.
+        Of pairs that are as good as equal, the least recently used is to be taken.
         """
-        found: list[Pair] = []
+        firsts = {w.name: weigh_first(w, ask, now_s, extra_s.get(w.name, 0.0)) for w in _least_busy(sources, now_s, ask, extra_s)}
+        with_room = [w for w in sinks if w.has_kv_room(ask.kv_tokens, now_s)] if ask.moves_kv else sinks
+        seconds = {w.name: weigh_second(w, ask, now_s) for w in _least_full(with_room, now_s)}
+        found = [] if self.mode is Mode.COLOCATED else self._apart(ask, firsts, seconds)
         if self.mode is not Mode.DISAGG:
-            found += self._colocated(ask, self._sources(workers), now_s, extra_s)
-        if self.mode is not Mode.COLOCATED:
-            found += self._apart(ask, workers, now_s, extra_s)
+            found += self._colocated(ask, firsts, seconds, now_s, extra_s)
         if not found:
-            return Shortage(self._shortage(ask, workers))
+            return Shortage(self._shortage(ask, sinks, now_s))
         chosen = _fair(found)
         if best == 1:
             return [chosen]
-        return [chosen, *[pair for pair in nsmallest(best, found, key=_cost) if pair is not chosen][: best - 1]]
+        found.sort(key=_cost)
+        return [chosen, *[pair for pair in found if pair is not chosen][: best - 1]]
 
-    def _colocated(self, ask: Ask, workers: Sequence[WorkerBook], now_s: float, extra_s: Mapping[str, float]) -> list[Pair]:
-        with_room = [w for w in workers if has_sink_room(w, ask, is_colocated=True)]
+    def sources(self, workers: Sequence[WorkerBook]) -> Sequence[WorkerBook]:
+        """Workers that may take a first leg."""
+        return [w for w in workers if w.role is Role.PREFILL] if self.mode is Mode.DISAGG else workers
+
+    def sinks(self, workers: Sequence[WorkerBook]) -> Sequence[WorkerBook]:
+        """Workers that may take a second leg."""
+        return [w for w in workers if w.role is Role.DECODE] if self.mode is Mode.DISAGG else workers
+
+    def _colocated(
+        self, ask: Ask, firsts: dict[str, FirstLeg], seconds: dict[str, SecondLeg], now_s: float, extra_s: Mapping[str, float]
+    ) -> list[Pair]:
+        """Both legs on one worker, for each that is among the best for either."""
         pairs = []
-        for w in _least_busy(with_room, now_s, ask, extra_s):
-            first = weigh_first(w, ask, now_s, extra_s.get(w.name, 0.0))
-            second = weigh_second(w, ask, now_s)
+        for w in dict.fromkeys([leg.worker for leg in firsts.values()] + [leg.worker for leg in seconds.values()]):
+            if not w.has_kv_room(ask.kv_tokens, now_s):
+                continue
+            first = firsts.get(w.name) or weigh_first(w, ask, now_s, extra_s.get(w.name, 0.0))
+            second = seconds.get(w.name) or weigh_second(w, ask, now_s)
             pairs.append(Pair(first, second, first.cost + second.cost, 0.0))
         return pairs
 
-    def _apart(self, ask: Ask, workers: Sequence[WorkerBook], now_s: float, extra_s: Mapping[str, float]) -> list[Pair]:
+    def _apart(self, ask: Ask, firsts: dict[str, FirstLeg], seconds: dict[str, SecondLeg]) -> list[Pair]:
         """Pairs of two workers: the best few first legs with the best few second legs."""
-        sources = [w for w in self._sources(workers) if has_source_room(w, ask)]
-        sinks = [w for w in self._sinks(workers) if has_sink_room(w, ask, is_colocated=False)]
-        if not sources or not sinks:
-            return []
-        firsts = [weigh_first(w, ask, now_s, extra_s.get(w.name, 0.0)) for w in _least_busy(sources, now_s, ask, extra_s)]
-        seconds = [weigh_second(w, ask, now_s) for w in _least_full(sinks, now_s)]
-        firsts.sort(key=lambda leg: (leg.cost, leg.worker.last_used_s))
-        seconds.sort(key=lambda leg: (leg.cost, leg.worker.last_used_s))
-        return [self._pair(ask, first, second) for first in firsts[:4] for second in seconds[:4] if first.worker is not second.worker]
+        sources = sorted([leg for leg in firsts.values() if has_outbox_room(leg.worker, ask)], key=_rank)[:BEST_LEGS]
+        sinks = sorted([leg for leg in seconds.values() if has_inbox_room(leg.worker, ask)], key=_rank)[:BEST_LEGS]
+        return [self._pair(ask, first, second) for first in sources for second in sinks if first.worker is not second.worker]
 
     def _pair(self, ask: Ask, first: FirstLeg, second: SecondLeg) -> Pair:
         if not ask.moves_kv:
@@ -227,16 +234,9 @@ class Router:
         more = regret((second.tpot_s + per_token_s) / target_s) - regret(second.tpot_s / target_s)
         return Pair(first, second, first.cost + second.cost + more, transfer_s)
 
-    def _sources(self, workers: Sequence[WorkerBook]) -> Sequence[WorkerBook]:
-        return [w for w in workers if w.role is Role.PREFILL] if self.mode is Mode.DISAGG else workers
-
-    def _sinks(self, workers: Sequence[WorkerBook]) -> Sequence[WorkerBook]:
-        return [w for w in workers if w.role is Role.DECODE] if self.mode is Mode.DISAGG else workers
-
-    def _shortage(self, ask: Ask, workers: Sequence[WorkerBook]) -> str:
-        sinks = self._sinks(workers)
-        if not any(w.has_kv_room(ask.kv_tokens) for w in sinks):
-            most = max((w.free_kv_tokens for w in sinks), default=0)
+    def _shortage(self, ask: Ask, sinks: Sequence[WorkerBook], now_s: float) -> str:
+        if not any(w.has_kv_room(ask.kv_tokens, now_s) for w in sinks):
+            most = max((w.outline(now_s).free_kv_tokens for w in sinks), default=0)
             return f"no worker has room for {ask.kv_tokens} KV tokens (the emptiest has {max(0, most)})"
         return "the outboxes or inboxes of all workers are full"
 
@@ -268,8 +268,8 @@ def _least_busy(workers: Sequence[WorkerBook], now_s: float, ask: Ask, extra_s: 
     """The workers that could start a prompt soonest, and disturb least; those that hold much of it come too."""
     if len(workers) <= SHORTLIST:
         return workers
-    keyed = [(w.wait_s(now_s) + extra_s.get(w.name, 0.0) + 0.05 * w.decodes, w.last_used_s, i) for i, w in enumerate(workers)]
-    chosen = [workers[i] for _, _, i in nsmallest(SHORTLIST, keyed)]
+    keyed = [(w.wait_s(now_s) + extra_s.get(w.name, 0.0) + 0.05 * w.accounts.decodes, w.last_used_s, i) for i, w in enumerate(workers)]
+    chosen = [workers[i] for _, _, i in sorted(keyed)[:SHORTLIST]]
     if ask.cached:
         chosen += [w for w in workers if ask.cached.get(w.name, 0) * 4 > ask.context_tokens and w not in chosen][:SHORTLIST]
     return chosen
@@ -278,8 +278,12 @@ def _least_busy(workers: Sequence[WorkerBook], now_s: float, ask: Ask, extra_s: 
 def _least_full(workers: Sequence[WorkerBook], now_s: float) -> Iterable[WorkerBook]:
     if len(workers) <= SHORTLIST:
         return workers
-    keyed = [(w.gap_s(now_s), w.last_used_s, i) for i, w in enumerate(workers)]
-    return [workers[i] for _, _, i in nsmallest(SHORTLIST, keyed, key=itemgetter(0, 1))]
+    keyed = [(w.outline(now_s).gap_s, w.last_used_s, i) for i, w in enumerate(workers)]
+    return [workers[i] for _, _, i in sorted(keyed)[:SHORTLIST]]
+
+
+def _rank(leg: FirstLeg | SecondLeg) -> tuple[float, float]:
+    return leg.cost, leg.worker.last_used_s
 
 
 def _cost(pair: Pair) -> float:
