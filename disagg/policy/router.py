@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from disagg.policy.decision import Candidate, Prediction
 from disagg.policy.targets import Targets, regret
@@ -219,8 +220,8 @@ class Router:
 
     def _apart(self, ask: Ask, firsts: dict[str, FirstLeg], seconds: dict[str, SecondLeg]) -> list[Pair]:
         """Pairs of two workers: the best few first legs with the best few second legs."""
-        sources = sorted([leg for leg in firsts.values() if has_outbox_room(leg.worker, ask)], key=_rank)[:BEST_LEGS]
-        sinks = sorted([leg for leg in seconds.values() if has_inbox_room(leg.worker, ask)], key=_rank)[:BEST_LEGS]
+        sources = _best([leg for leg in firsts.values() if has_outbox_room(leg.worker, ask)])
+        sinks = _best([leg for leg in seconds.values() if has_inbox_room(leg.worker, ask)])
         return [self._pair(ask, first, second) for first in sources for second in sinks if first.worker is not second.worker]
 
     def _pair(self, ask: Ask, first: FirstLeg, second: SecondLeg) -> Pair:
@@ -282,8 +283,15 @@ def _least_full(workers: Sequence[WorkerBook], now_s: float) -> Iterable[WorkerB
     return [workers[i] for _, _, i in sorted(keyed)[:SHORTLIST]]
 
 
-def _rank(leg: FirstLeg | SecondLeg) -> tuple[float, float]:
-    return leg.cost, leg.worker.last_used_s
+LegT = TypeVar("LegT", FirstLeg, SecondLeg)
+
+
+def _best(legs: list[LegT]) -> list[LegT]:
+    """The few cheapest; those as good as equally cheap by turns."""
+    if len(legs) <= BEST_LEGS:
+        return legs
+    limit = min([leg.cost for leg in legs]) + 0.5 * TIE
+    return sorted(legs, key=lambda leg: (leg.cost > limit, leg.cost if leg.cost > limit else leg.worker.last_used_s))[:BEST_LEGS]
 
 
 def _cost(pair: Pair) -> float:
