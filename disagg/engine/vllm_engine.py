@@ -197,10 +197,10 @@ class VllmEngine:
             async for output in outputs:
                 completion = output.outputs[0]
                 if completion.token_ids:
-                    finish = self._first_finish(request, finish_of(completion, request.request_id))
+                    finish = self._first_finish(request, finish_of(completion, request))
                     first = tokens_of(completion, request.sampling)[0]
                     return Prefilled(first, finish, output.num_cached_tokens or 0, prompt_logprobs_of(output, request.sampling))
-                finish_of(completion, request.request_id)
+                finish_of(completion, request)
         raise EngineError(f"vLLM ended the prefill of request {request.request_id} without a token")
 
     def _first_finish(self, request: Request, finish: FinishReason | None) -> FinishReason | None:
@@ -232,7 +232,7 @@ class VllmEngine:
         prompt = [*request.prompt_token_ids, *request.prior_output, prefilled.first.token_id]
         async with aclosing(self._outputs(request, prompt, params, (READ, entry.transfer_id))) as outputs:
             async for output in outputs:
-                yield chunk_of(output, request)
+                yield chunk_of(output, request, is_continued=True)
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk]:
         self._check(request)
@@ -240,8 +240,10 @@ class VllmEngine:
             request, self._limits, max_tokens=request.remaining_tokens, num_earlier=len(request.prior_output), transfer=None
         )
         async with aclosing(self._outputs(request, [*request.prompt_token_ids, *request.prior_output], params, None)) as outputs:
+            num_tokens = 0
             async for output in outputs:
-                yield chunk_of(output, request)
+                yield chunk_of(output, request, is_continued=num_tokens > 0)
+                num_tokens += len(output.outputs[0].token_ids)
 
     def state(self) -> EngineState:
         stats = self._recorders[0].stats if self._recorders else EngineStats()

@@ -216,21 +216,28 @@ def prompt_logprobs_of(output: RequestOutput, sampling: Sampling) -> PromptLogpr
     return PromptLogprobs(width, tuple(ids), tuple(logprobs), tuple(ranks))
 
 
-def finish_of(output: CompletionOutput, request_id: str) -> FinishReason | None:
-    """Why this leg ended, or None while it goes on. Raises EngineError when vLLM gave the request up."""
+def finish_of(output: CompletionOutput, request: Request, *, is_continued: bool = False) -> FinishReason | None:
+    """Why this leg ended, or None while it goes on. Raises EngineError when vLLM gave the request up.
+
+    A form that does not compile shows only in the engine, which then ends the request before its first token: InvalidRequestError.
+    """
     if output.finish_reason is None:
         return None
     if output.finish_reason in ("stop", "length"):
         return FinishReason(output.finish_reason)
-    raise EngineError(f"vLLM ended request {request_id} with {output.finish_reason!r}")
+    structure = request.sampling.structure
+    if structure is not None and output.finish_reason == "error" and not (is_continued or output.token_ids or request.prior_output):
+        expected = "a form that the engine's grammar compiler takes"
+        raise InvalidRequestError(field=f"structured_outputs.{structure.kind}", value=structure.spec, expected=expected)
+    raise EngineError(f"vLLM ended request {request.request_id} with {output.finish_reason!r}")
 
 
-def chunk_of(output: RequestOutput, request: Request) -> Chunk:
-    """One delta as a chunk. `cached_tokens` is right on the first one."""
+def chunk_of(output: RequestOutput, request: Request, *, is_continued: bool) -> Chunk:
+    """One delta as a chunk. `cached_tokens` is right on the first one. `is_continued`: tokens of this request came before this one."""
     completion = output.outputs[0]
     return Chunk(
         tokens_of(completion, request.sampling),
-        finish_of(completion, request.request_id),
+        finish_of(completion, request, is_continued=is_continued),
         prompt_logprobs_of(output, request.sampling),
         output.num_cached_tokens or 0,
     )

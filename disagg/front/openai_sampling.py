@@ -40,7 +40,7 @@ def check_served(request: EngineCoreRequest, given: SamplingParams) -> None:
     for name, reason in _UNSERVED.items():
         if getattr(params, name) is not None:
             raise VLLMValidationError(f"{name} is not served here: {reason}", parameter=name, value=getattr(params, name))
-    if given.watermarking is not None:
+    if given.watermarking:
         raise VLLMValidationError("watermarking is not served here; expected no value", parameter="watermarking", value=given.watermarking)
     for name in params.extra_args or {}:
         raise VLLMValidationError(

@@ -1,0 +1,121 @@
+"""Two OpenAI servers over the same weights: our gateway with a prefill and a decode worker, and vLLM's own server with one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from disagg.config import Topology, parse_topology
+from disagg.engine.vllm_args import CPU_MEMORY_SHARE, IN_PROCESS, engine_environment
+from disagg.front.gateway import Gateway
+from disagg.serving.start import start_worker
+from disagg.serving.worker_rpc_server import WorkerServer
+from disagg.types import Role
+
+MODEL = "smollm2-135m"
+CHUNK_TOKENS = 128
+ENGINE_ARGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 1024,
+    "max_num_batched_tokens": CHUNK_TOKENS,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 64 << 20,
+    "enable_prefix_caching": True,
+    "seed": 0,
+}
+CALL_TIMEOUT_S = 120.0
+
+
+@dataclass
+class Pair:
+    """`ours` and `vllm`: clients of the two servers."""
+
+    gateway: Gateway
+    workers: list[WorkerServer]
+    ours: httpx.AsyncClient
+    vllm: httpx.AsyncClient
+
+
+def topology() -> Topology:
+    return parse_topology(
+        {
+            "model": MODEL,
+            "engine": {"kind": "vllm", "args": ENGINE_ARGS},
+            "pools": {"prefill": {"count": 1}, "decode": {"count": 1}},
+            "kv": {"outbox_gib": 0.1, "inbox_gib": 0.1},
+            "gateway": {"port": 0, "http_port": 0},
+        }
+    )
+
+
+@asynccontextmanager
+async def pair(folder: Path) -> AsyncIterator[Pair]:
+    """Both servers, each engine with one thread of its own."""
+    async with AsyncExitStack() as stack:
+        app = await stack.enter_async_context(_vllm_app(folder))
+        gateway = await Gateway.start(topology(), str(folder))
+        stack.push_async_callback(gateway.close)
+        workers = []
+        for role, core in ((Role.PREFILL, 0), (Role.DECODE, 1)):
+            worker = await start_worker(topology(), role, f"{role}-0", str(folder), cores=[core])
+            stack.push_async_callback(worker.close)
+            await gateway.pool.join(f"{role}-0", role, worker.target)
+            workers.append(worker)
+        ours = httpx.AsyncClient(base_url=f"http://{gateway.http_endpoint}", timeout=CALL_TIMEOUT_S, trust_env=False)
+        vllm = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://vllm", timeout=CALL_TIMEOUT_S)
+        await stack.enter_async_context(ours)
+        await stack.enter_async_context(vllm)
+        yield Pair(gateway, workers, ours, vllm)
+
+
+@asynccontextmanager
+async def _vllm_app(folder: Path) -> AsyncIterator[Any]:
+    """vLLM's own server, as `vllm serve` makes it."""
+    args = _server_args(folder)
+    env = {k: v for k, v in engine_environment("", [1], {}).items() if not k.startswith("DISAGG_")}
+    old = {name: os.environ.get(name) for name in env}
+    os.environ.update(env)
+    try:
+        engine_args = AsyncEngineArgs(
+            model=str(folder),
+            served_model_name=[MODEL],
+            distributed_executor_backend=IN_PROCESS,
+            gpu_memory_utilization=CPU_MEMORY_SHARE,
+            block_size=32,
+            disable_log_stats=True,
+            **ENGINE_ARGS,
+        )
+        # In a thread: it blocks until the engine's process has loaded its weights.
+        engine = await asyncio.to_thread(AsyncLLM.from_engine_args, engine_args)
+    finally:
+        for name, value in old.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    try:
+        tasks = await engine.get_supported_tasks()
+        app = build_app(args, tasks, engine.model_config)
+        await init_app_state(engine, app.state, args, tasks)
+        yield app
+    finally:
+        engine.shutdown(5.0)
+
+
+def _server_args(folder: Path) -> Namespace:
+    args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    args.model = str(folder)
+    args.served_model_name = [MODEL]
+    args.disable_log_stats = True
+    return args
