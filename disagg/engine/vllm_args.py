@@ -23,6 +23,12 @@ OURS = {
     "disable_log_stats": "disagg's own statistics",
     "skip_tokenizer_init": "disagg: a worker needs a tokenizer for structured outputs only, and takes one where it finds it",
 }
+UNSUPPORTED = {  # each splits one engine in a way that a transfer does not know
+    "data_parallel_size": "more workers in the pool",
+    "pipeline_parallel_size": "tensor_parallel_size",
+    "decode_context_parallel_size": "tensor_parallel_size",
+    "prefill_context_parallel_size": "tensor_parallel_size",
+}
 CPU_BLOCK_TOKENS = 32  # vLLM's CPU attention wants a multiple of 32; the smallest wastes least in a last block
 CPU_MEMORY_SHARE = 0.2  # vLLM's own 0.9 of the host's memory would let one engine start, not several
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -40,6 +46,8 @@ def check_names(args: Mapping[str, Any]) -> None:
         if name not in known:
             hint = nearest(name, known) if len(nearest(name, known)) < 80 else "a field of vllm.AsyncEngineArgs"
             raise ConfigError(f"{key}: vLLM has no such argument; {hint}", key=key, value=value, expected=hint)
+        if name in UNSUPPORTED and value not in (None, 1):
+            raise ConfigError(f"{key}: KV hand-over does not support {value}; use {UNSUPPORTED[name]}", key=key, value=value, expected="1")
 
 
 def engine_args(model: str, args: Mapping[str, Any]) -> AsyncEngineArgs:
@@ -66,13 +74,15 @@ def engine_args(model: str, args: Mapping[str, Any]) -> AsyncEngineArgs:
 
 
 def _defaults(args: Mapping[str, Any]) -> dict[str, Any]:
+    is_one_rank = args.get("tensor_parallel_size", 1) == 1
+    # "mp" said aloud: inside a Ray actor vLLM would place its ranks as Ray workers of its own.
+    executor: dict[str, Any] = {} if is_one_rank else {"distributed_executor_backend": "mp"}
     if not current_platform.is_cpu():
-        return {}
-    defaults: dict[str, Any] = {"block_size": CPU_BLOCK_TOKENS, "gpu_memory_utilization": CPU_MEMORY_SHARE}
-    if args.get("tensor_parallel_size", 1) == 1 and args.get("data_parallel_size", 1) == 1:
+        return executor
+    if is_one_rank:
         # vLLM's choice on CPUs, a second process, waits for each step by spinning on the core that computes it.
-        defaults["distributed_executor_backend"] = IN_PROCESS
-    return defaults
+        executor = {"distributed_executor_backend": IN_PROCESS}
+    return {"block_size": CPU_BLOCK_TOKENS, "gpu_memory_utilization": CPU_MEMORY_SHARE, **executor}
 
 
 def _own_logits_processors() -> list[str]:

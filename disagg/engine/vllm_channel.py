@@ -6,6 +6,7 @@
                                      <------------- worker     sizes and file descriptors of both boxes (SCM_RIGHTS)
                                      hello -------> worker     rank and cache layout, or refused: why it cannot serve
     engine rank, once per step       events ------> worker     staged, write_ended, read_ended
+    scheduler, once per step         step --------> worker     on the lifeline: what the step did, how long it took
 
 Each side learns of the other's death by the end of its socket, at once and without polling: the worker marks its engine dead; an engine
 process exits, so that killing a worker never leaves an engine behind. The socket is an abstract unix one (no file to clean up), packets
@@ -20,6 +21,7 @@ import asyncio
 import contextlib
 import logging
 import mmap
+import multiprocessing.util
 import os
 import secrets
 import socket
@@ -73,9 +75,16 @@ def _exit_at_end_of(sock: socket.socket) -> None:
             packet = sock.recv(MAX_PACKET)
         except OSError:
             packet = b""
+        if packet:
+            multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]  # else named semaphores are reported as leaks
         os._exit(0 if packet else 1)
 
     threading.Thread(target=watch, name="disagg-lifeline", daemon=True).start()
+
+
+def _address_prefix() -> str:
+    """What addresses of this process's own channels begin with: a worker must not hold a lifeline to itself."""
+    return f"disagg-engine-{os.getpid()}-"
 
 
 _lifelines: dict[tuple[str, int], socket.socket] = {}  # by process too: a forked child has its parent's sockets, but not its threads
@@ -84,7 +93,7 @@ _lifelines: dict[tuple[str, int], socket.socket] = {}  # by process too: a forke
 def hold_lifeline() -> None:
     """Ties this process's life to the worker named by the environment. Idempotent; nothing happens outside our engines."""
     address = os.environ.get(ADDRESS_ENV)
-    if not address or (address, os.getpid()) in _lifelines:
+    if not address or (address, os.getpid()) in _lifelines or address.startswith(_address_prefix()):
         return
     try:
         sock = _connect(address)
@@ -98,6 +107,13 @@ def hold_lifeline() -> None:
 
 def _send(sock: socket.socket, message: Sequence[Any]) -> None:
     sock.send(msgpack.packb(message))
+
+
+def report_step(report: Sequence[Any]) -> None:
+    """Tells the worker of one step (vllm_stats.StepReport); nothing happens outside our engines."""
+    sock = _lifelines.get((os.environ.get(ADDRESS_ENV, ""), os.getpid()))
+    if sock is not None:
+        _send(sock, ["step", report])
 
 
 class RankChannel:
@@ -151,6 +167,8 @@ class Listener(Protocol):
 
     def on_events(self, rank: int, events: Sequence[Event]) -> None: ...
 
+    def on_step(self, report: Any) -> None: ...
+
     def on_process_lost(self) -> None:
         """An engine process ended: the engine cannot serve any more."""
         ...
@@ -167,7 +185,7 @@ class WorkerChannel:
     outbox: BoxMemory
     inbox: BoxMemory
     listener: Listener
-    address: str = field(default_factory=lambda: f"disagg-engine-{secrets.token_hex(8)}")
+    address: str = field(default_factory=lambda: _address_prefix() + secrets.token_hex(8))
     _server: socket.socket | None = None
     _peers: set[_Peer] = field(default_factory=set)
     _loop: asyncio.AbstractEventLoop | None = None
@@ -236,6 +254,8 @@ class WorkerChannel:
         kind, *rest = message
         if kind == "events":
             self.listener.on_events(*rest)
+        elif kind == "step":
+            self.listener.on_step(*rest)
         elif kind == "attach":
             peer.rank = rest[0]
             sizes = msgpack.packb(["boxes", self.outbox.num_bytes, self.inbox.num_bytes])

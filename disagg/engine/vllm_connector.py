@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from disagg.engine.vllm_channel import ADDRESS_ENV, RankChannel, hold_lifeline
+from disagg.engine.vllm_channel import ADDRESS_ENV, RankChannel, hold_lifeline, report_step
 from disagg.engine.vllm_memory import CacheBlocks, RankBoxes
 from disagg.engine.vllm_patches import patch_runner
 from disagg.engine.vllm_plan import Planner, StepPlan
+from disagg.engine.vllm_stats import StepClock, Work
 from disagg.engine.vllm_structure import patch_structured_output
 from disagg.errors import ConfigError
 from disagg.kv.layout import KvLayout
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -57,6 +60,8 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._boxes: RankBoxes | None = None
         self._failed_blocks: set[int] = set()
         self._channel: RankChannel | None = None
+        self._clock = StepClock()
+        self._num_resumed = 0
         if role == KVConnectorRole.WORKER:
             patch_runner(vllm_config)
         else:
@@ -81,7 +86,21 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         state = scheduler_output.kv_connector_block_state
         assert state is not None
+        if scheduler_output.total_num_scheduled_tokens:
+            scheduled = scheduler_output.num_scheduled_tokens
+            self._clock.start(time.monotonic(), ((end - scheduled[i], scheduled[i]) for i, end in _computed_tokens(scheduler_output)))
+            self._num_resumed += len(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+        else:
+            self._report(None)  # only clean-up: requests were aborted or ended
         return _Metadata(self._planner.step(_computed_tokens(scheduler_output), lambda request_id: state.resolve_block_ids(request_id)[0]))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._report(self._clock.end(time.monotonic()))
+
+    def _report(self, work: Work | None) -> None:
+        assert self._kv_cache_manager is not None
+        report_step((work, float(self._kv_cache_manager.usage), self._num_resumed))
+        self._num_resumed = 0
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._planner.finished(request.request_id)
@@ -155,7 +174,7 @@ def _computed_tokens(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
 
 
 def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> tuple[CacheBlocks, KvLayout]:
-    """The rank's cache as byte rows and its layout. Raises ConfigError for models whose cache is not one group of full attention."""
+    """The rank's cache and its layout. Raises ConfigError for models whose cache is not one group of full attention."""
     groups = kv_cache_config.kv_cache_groups
     spec = groups[0].kv_cache_spec if len(groups) == 1 else None
     windowed = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)

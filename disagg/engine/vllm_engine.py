@@ -20,7 +20,7 @@ from contextlib import aclosing
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -39,10 +39,10 @@ from disagg.engine.vllm_sampling import (
     finish_of,
     prompt_logprobs_of,
     reasoning_arguments,
+    refused,
     sampling_params,
     tokens_of,
 )
-from disagg.engine.vllm_stats import EngineStats, StatsRecorder
 from disagg.errors import ConfigError, EngineError, InvalidRequestError
 from disagg.kv.api import InboxEntry, OutboxEntry
 from disagg.kv.layout import KvLayout
@@ -69,11 +69,11 @@ async def start_vllm_engine(
     channel = WorkerChannel(outbox, inbox, ledger)
     channel.open()
     try:
-        llm, recorders = await _start_llm(checked, engine_environment(channel.address, cores, args), ledger)
+        llm = await _start_llm(checked, engine_environment(channel.address, cores, args), ledger)
     except BaseException:
         channel.close()
         raise
-    engine = VllmEngine(name, model, llm, channel, ledger, recorders)
+    engine = VllmEngine(name, model, llm, channel, ledger)
     try:
         await asyncio.wait_for(ledger.ready.wait(), HELLO_TIMEOUT_S)
         await engine._warm_up()
@@ -85,21 +85,16 @@ async def start_vllm_engine(
     return engine
 
 
-async def _start_llm(args: AsyncEngineArgs, env: Mapping[str, str], ledger: EntryLedger) -> tuple[AsyncLLM, list[StatsRecorder]]:
+async def _start_llm(args: AsyncEngineArgs, env: Mapping[str, str], ledger: EntryLedger) -> AsyncLLM:
     """AsyncLLM, made in a thread because it blocks until the engine's process has loaded its weights."""
-    recorders: list[StatsRecorder] = []
-
-    def record(vllm_config: Any, engine_index: int = 0) -> StatsRecorder:
-        recorders.append(StatsRecorder(vllm_config, engine_index))
-        return recorders[-1]
 
     def make() -> AsyncLLM:
         with _environment_lock, _environment(env):
-            return AsyncLLM.from_engine_args(args, stat_loggers=[record])
+            return AsyncLLM.from_engine_args(args)
 
     making = asyncio.ensure_future(asyncio.to_thread(make))
     try:
-        return await asyncio.shield(making), recorders
+        return await asyncio.shield(making)
     except asyncio.CancelledError:
         making.add_done_callback(_shut_down_orphan)
         raise
@@ -134,15 +129,12 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 class VllmEngine:
     """One running vLLM engine; implements `Engine`. Made by `start_vllm_engine`, ended by `close`."""
 
-    def __init__(
-        self, name: str, model: str, llm: AsyncLLM, channel: WorkerChannel, ledger: EntryLedger, recorders: Sequence[StatsRecorder]
-    ) -> None:
+    def __init__(self, name: str, model: str, llm: AsyncLLM, channel: WorkerChannel, ledger: EntryLedger) -> None:
         self.name = name
         self._model = model
         self._llm = llm
         self._channel = channel
         self._ledger = ledger
-        self._recorders = recorders
         self._limits = _limits(llm)
         self._is_closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -246,8 +238,8 @@ class VllmEngine:
                 num_tokens += len(output.outputs[0].token_ids)
 
     def state(self) -> EngineState:
-        stats = self._recorders[0].stats if self._recorders else EngineStats()
-        total = int(self._llm.vllm_config.cache_config.num_gpu_blocks or 0) * self.layout.block_tokens
+        stats, config = self._ledger.stats, self._llm.vllm_config
+        total = int(config.cache_config.num_gpu_blocks or 0) * self.layout.block_tokens
         return EngineState(
             epoch="",
             waiting_requests=len(self._waiting_tokens),
@@ -257,6 +249,9 @@ class VllmEngine:
             total_kv_tokens=total,
             step_s=stats.step_s,
             preemptions=stats.preemptions,
+            max_step_tokens=int(config.scheduler_config.max_num_batched_tokens),
+            max_running_requests=int(config.scheduler_config.max_num_seqs),
+            steps=tuple(stats.steps),
         )
 
     async def close(self) -> None:
@@ -264,7 +259,8 @@ class VllmEngine:
             return
         self._is_closed = True
         self._fail_pending()
-        self._channel.dismiss()
+        if len(self.process_ids) == 1:  # several end each other in order, with shared memory to clean up
+            self._channel.dismiss()
         await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_TIMEOUT_S)
         self._channel.close()
         self._ledger.dead.set()
@@ -343,10 +339,9 @@ class VllmEngine:
             raise
         except EngineDeadError as error:
             raise EngineError(f"engine {self.name} died") from error
-        except (VLLMValidationError, ValueError) as error:
+        except (VLLMClientError, ValueError) as error:
             self._end(transfer)
-            field = getattr(error, "parameter", None) or "request"
-            raise InvalidRequestError(str(error), field=field, value=request.request_id, expected="what vLLM accepts") from error
+            raise refused(request.sampling, error) from error
         except BaseException:
             self._end(transfer)
             raise

@@ -1,4 +1,7 @@
-"""Which box entries the engine's processes may still touch: their messages become calls on entries, in the worker's process."""
+"""What the engine's processes tell, in the worker's process: above all which box entries they may still touch.
+
+Their messages become calls on entries.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 from disagg.engine.vllm_channel import Event
 from disagg.engine.vllm_plan import READ, WRITE
+from disagg.engine.vllm_stats import EngineStats, StepReport
 from disagg.errors import EngineError
 from disagg.kv.api import InboxEntry, OutboxEntry
 from disagg.kv.layout import KvLayout
@@ -34,6 +38,7 @@ class EntryLedger:
     dead: asyncio.Event = field(default_factory=asyncio.Event)
     layouts: dict[int, KvLayout] = field(default_factory=dict)
     refusal: str | None = None
+    stats: EngineStats = field(default_factory=EngineStats)
     ignored: int = 0
     _open: dict[tuple[str, str], _Open] = field(default_factory=dict)
 
@@ -86,6 +91,10 @@ class EntryLedger:
                 opened.ranks.discard(rank)
                 if not opened.ranks:
                     self.end(kind, transfer_id)
+
+    def on_step(self, report: StepReport) -> None:
+        """The engine ran a step."""
+        self.stats.note(report)
 
     def on_process_lost(self) -> None:
         """An engine process ended, so the engine cannot serve any more."""

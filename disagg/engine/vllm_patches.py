@@ -1,6 +1,6 @@
-"""What vLLM's V1 model runner needs to sample a seeded request as this project defines it. Applied inside engine processes only.
+"""Faults of vLLM 0.32 that are mended from outside. Applied inside engine processes only, idempotent.
 
-Two faults of the runner (vLLM 0.32) concern requests with a seed, which have their own random generator:
+Two faults of the V1 model runner concern requests with a seed, which have their own random generator:
 
 - A request prefilled in several chunks is sampled after every chunk and the result thrown away; the runner then turns the generator
   back by its offset. CPU generators have no offset: the exception ends the engine. Here such a row is sampled without its generator: what
@@ -9,6 +9,9 @@ Two faults of the runner (vLLM 0.32) concern requests with a seed, which have th
   again. Here it first skips one draw per token that was sampled elsewhere (`extra_args[SKIP_DRAWS]`).
 
 The V2 runner (the default on GPUs) draws by seed and position and needs neither.
+
+One concerns the start on CPUs: vLLM saves the compiled model, and fails to load it again because it takes torch's compiled function
+for one of its own kind; so every start compiles anew, which is most of its time.
 """
 
 from __future__ import annotations
@@ -77,3 +80,23 @@ def _with_skipped_draws(update_states: Any) -> Any:
         return result
 
     return wrapped
+
+
+def patch_compiled_model_loading() -> None:
+    """Lets a CPU engine use the compiled model that an earlier start has saved: torch's own kind has nothing to finalize."""
+    from vllm.platforms import current_platform
+
+    load = torch.compiler.load_compiled_function
+    if not current_platform.is_cpu() or hasattr(load, "_disagg_patched"):
+        return
+
+    @functools.wraps(load)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
+        function = getattr(getattr(loaded, "_artifacts", None), "compiled_fn", None)
+        if function is not None and not hasattr(function, "finalize_loading"):
+            function.finalize_loading = lambda vllm_config: None
+        return loaded
+
+    wrapped._disagg_patched = True  # type: ignore[attr-defined]
+    torch.compiler.load_compiled_function = wrapped

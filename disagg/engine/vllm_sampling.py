@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -126,8 +127,8 @@ def sampling_params(
             output_kind=RequestOutputKind.DELTA,
             extra_args=extra or None,
         )
-    except ValueError as error:
-        raise _refused(s, error) from error
+    except (VLLMClientError, ValueError) as error:
+        raise refused(s, error) from error
     if s.bad_words:
         params._bad_words_token_ids = [list(word) for word in s.bad_words]
     return params
@@ -172,10 +173,11 @@ def reasoning_arguments(structure: Structure | None) -> dict[str, Any]:
     return {"reasoning_ended": structure.reasoning_ended, "reasoning_parser_kwargs": arguments}
 
 
-def _refused(sampling: Sampling, error: ValueError) -> InvalidRequestError:
-    """vLLM's refusal, with the field that its message names."""
-    named = next((name for name in Sampling.__dataclass_fields__ if name in str(error)), "sampling")
-    return InvalidRequestError(str(error), field=named, value=getattr(sampling, named, None), expected="a value that vLLM accepts")
+def refused(sampling: Sampling, error: Exception) -> InvalidRequestError:
+    """vLLM's refusal, with the field that it or its message names."""
+    message = str(error).partition(" (parameter=")[0]
+    named = getattr(error, "parameter", None) or next((name for name in Sampling.__dataclass_fields__ if name in message), "request")
+    return InvalidRequestError(message, field=named, value=getattr(sampling, named, None), expected="a value that vLLM accepts")
 
 
 def tokens_of(output: CompletionOutput, sampling: Sampling) -> tuple[Token, ...]:

@@ -1,60 +1,72 @@
-"""The engine's load as vLLM reports it after each step, kept as a few numbers."""
+"""What the engine's steps did, how long they took, how full its KV cache is: told by the connector beside the scheduler, once per step.
+
+vLLM's own statistics are off: they lack what a step consisted of, and cost time for every token.
+"""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from vllm.v1.metrics.loggers import StatLoggerBase
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+from disagg.types import StepRecord
 
 SMOOTHING = 0.2  # weight of the newest step in `step_s`
+RECORDED_STEPS = 32  # the latest, for the router; reports come more often than so many steps
+
+# What crosses the channel: (work or None for a step without any, share of KV blocks in use, requests resumed after a preemption);
+# work: (seconds, prefill tokens, prefill pairs, decode requests, context tokens), as in StepRecord.
+Work = tuple[float, int, float, int, int]
+StepReport = tuple[Work | None, float, int]
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Times steps in the engine's process. With asynchronous scheduling several are under way: a step begins where the one before ends."""
+
+    _started: deque[tuple[float, tuple[int, float, int, int]]] = field(default_factory=deque)
+    _last_end_s: float = 0.0
+
+    def start(self, now_s: float, scheduled: Iterable[tuple[int, int]]) -> None:
+        """A step is scheduled. `scheduled`: (tokens computed before, tokens of this step) of each request in it; none: no step.
+
+        A single token on a non-empty cache is a decode, everything else prefill.
+        """
+        prefill_tokens, pairs, decodes, context_tokens = 0, 0.0, 0, 0
+        for cached, num_tokens in scheduled:
+            if num_tokens == 1 and cached:
+                decodes += 1
+                context_tokens += cached + 1
+            else:
+                prefill_tokens += num_tokens
+                pairs += num_tokens * (cached + (num_tokens + 1) / 2)
+        self._started.append((now_s, (prefill_tokens, pairs, decodes, context_tokens)))
+
+    def end(self, now_s: float) -> Work | None:
+        """The oldest step under way is over; None when none was."""
+        if not self._started:
+            return None
+        start_s, work = self._started.popleft()
+        seconds = now_s - max(start_s, self._last_end_s)
+        self._last_end_s = now_s
+        return (seconds, *work)
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Latest numbers. `kv_usage`: share of KV blocks in use, 0 to 1. `step_s`: smoothed seconds of steps that followed each other."""
+    """Latest numbers, in the worker's process. `kv_usage`: share of KV blocks in use, 0 to 1. `step_s`: smoothed seconds of a step."""
 
-    running_requests: int = 0
-    waiting_requests: int = 0
     kv_usage: float = 0.0
     step_s: float = 0.0
     preemptions: int = 0
-    _last_step_s: float | None = None
+    steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECORDED_STEPS))
+    _num_steps: int = 0
 
-    def note_step(self, now_s: float, is_busy: bool) -> None:
-        """A step ended at `now_s` (monotonic); `is_busy`: another one follows at once."""
-        if self._last_step_s is not None:
-            took_s = now_s - self._last_step_s
-            self.step_s = took_s if self.step_s == 0 else (1 - SMOOTHING) * self.step_s + SMOOTHING * took_s
-        self._last_step_s = now_s if is_busy else None
-
-
-class StatsRecorder(StatLoggerBase):  # type: ignore[misc]
-    """vLLM's hook: called in the worker process after every step of the engine."""
-
-    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
-        self.stats = EngineStats()
-
-    def record(
-        self,
-        scheduler_stats: SchedulerStats | None,
-        iteration_stats: IterationStats | None,
-        mm_cache_stats: Any = None,
-        engine_idx: int = 0,
-    ) -> None:
-        stats = self.stats
-        if scheduler_stats is not None:
-            stats.running_requests = scheduler_stats.num_running_reqs
-            stats.waiting_requests = scheduler_stats.num_waiting_reqs
-            stats.kv_usage = scheduler_stats.kv_cache_usage
-            stats.note_step(time.monotonic(), is_busy=stats.running_requests > 0)
-        if iteration_stats is not None:
-            stats.preemptions += iteration_stats.num_preempted_reqs
-
-    def log_engine_initialized(self) -> None:
-        """Nothing to announce."""
+    def note(self, report: StepReport) -> None:
+        """Takes in one report."""
+        work, self.kv_usage, resumed = report
+        self.preemptions += resumed
+        if work is not None:
+            self._num_steps += 1
+            self.steps.append(StepRecord(self._num_steps, *work))
+            self.step_s = work[0] if self.step_s == 0 else (1 - SMOOTHING) * self.step_s + SMOOTHING * work[0]

@@ -1,0 +1,109 @@
+"""Engine `vllm` when processes are killed: whoever waits hears of it at once, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from disagg.engine.vllm_engine import start_vllm_engine
+from disagg.errors import ConfigError, EngineError
+from disagg.kv.box import Box
+from disagg.types import Request, Sampling, new_id
+from tests.fake_entries import FakeOutboxEntry
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+
+ARGS: dict[str, Any] = {
+    "max_num_batched_tokens": 256,
+    "max_model_len": 2048,
+    "max_num_seqs": 4,
+    "kv_cache_memory_bytes": 64 << 20,
+    "enforce_eager": True,
+}
+WAIT_S = 120.0
+
+WORKER = """
+    import asyncio, os, sys
+    from disagg.engine.vllm_engine import start_vllm_engine
+    from disagg.kv.box import Box
+
+    async def main():
+        box = Box(1 << 20, "unused")
+        engine = await start_vllm_engine(sys.argv[1], eval(sys.argv[2]), box, box, "orphan", [0])
+        print("up", flush=True)
+        await asyncio.sleep(600)
+
+    if __name__ == "__main__":
+        asyncio.run(main())
+"""
+
+
+async def test_a_killed_engine_process_fails_all_calls_at_once(smollm2: Path) -> None:
+    outbox, inbox = Box(64 << 20, "outbox"), Box(1 << 20, "inbox")
+    engine = await start_vllm_engine(str(smollm2), ARGS, outbox, inbox, "victim", [0])
+    try:
+        requests = [Request(new_id(), tuple(range(100, 100 + n)), Sampling(max_tokens=1000, ignore_eos=True)) for n in (50, 60)]
+        streams = [engine.generate(request) for request in requests]
+        for stream in streams:
+            await anext(stream)
+        entry = FakeOutboxEntry(engine.layout, 1900)
+        prefilling = asyncio.create_task(engine.prefill(Request(new_id(), tuple(range(1, 1901)), Sampling(max_tokens=9)), entry))
+        await asyncio.sleep(0.1)
+        (process_id,) = engine.process_ids
+        os.kill(process_id, signal.SIGKILL)
+        began = time.monotonic()
+        for pending in (*(anext_until_error(stream) for stream in streams), prefilling):
+            with pytest.raises(EngineError):
+                await asyncio.wait_for(pending, 5)
+        await asyncio.wait_for(engine.wait_dead(), 5)
+        assert time.monotonic() - began < 5
+        assert entry.is_ended
+        assert not engine.is_alive
+        with pytest.raises(EngineError):
+            await engine.prefill(requests[0], FakeOutboxEntry(engine.layout, 50))
+    finally:
+        await engine.close()
+    await engine.close()
+
+
+async def anext_until_error(stream: Any) -> None:
+    async for _ in stream:
+        pass
+
+
+@pytest.mark.parametrize("when", ["loading", "serving"])
+def test_a_killed_worker_leaves_no_engine(smollm2: Path, when: str, tmp_path: Path) -> None:
+    psutil = pytest.importorskip("psutil")
+    script = tmp_path / "worker.py"
+    script.write_text(textwrap.dedent(WORKER))
+    worker = subprocess.Popen([sys.executable, str(script), str(smollm2), repr(ARGS)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        if when == "serving":
+            assert worker.stdout is not None
+            assert b"up" in worker.stdout.read1()
+        deadline = time.monotonic() + WAIT_S
+        while not (children := psutil.Process(worker.pid).children(recursive=True)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert children
+    finally:
+        worker.kill()
+        worker.communicate()
+    _, alive = psutil.wait_procs(children, timeout=WAIT_S)
+    assert not alive, alive
+
+
+async def test_a_model_that_cannot_be_handed_over_is_refused(smollm2: Path) -> None:
+    box = Box(1 << 20, "unused")
+    with pytest.raises(ConfigError, match="does not start"):
+        await start_vllm_engine(str(smollm2), {**ARGS, "kv_cache_memory_bytes": 1 << 20}, box, box, "small", [0])
