@@ -35,10 +35,12 @@ class Rig:
         classes: Sequence[SloClass] = (FREE, CHAT, BATCH),
         cost: StepCost = COST,
         state: EngineState = STATE,
+        pass_tokens: int = 0,
         **admission: Any,
     ) -> None:
         self.now_s = 1000.0
-        self.dispatcher = Dispatcher(mode, MODEL, classes, AdmissionSettings(**admission), dict.fromkeys(Role, cost))
+        settings, priors = AdmissionSettings(**admission), dict.fromkeys(Role, cost)
+        self.dispatcher = Dispatcher(mode, MODEL, classes, settings, priors, dict.fromkeys(Role, pass_tokens))
         self._numbers = itertools.count()
         for index in range(prefill):
             self.join(f"p{index}", Role.COLOCATED if mode is Mode.COLOCATED else Role.PREFILL, state)

@@ -41,6 +41,7 @@ class Booking:
         self._moves_kv = ask.moves_kv
         self._is_open = self._is_prefilling = True
         self._is_alone = not self.source.prefilling
+        self._passes = pair.first.passes
         self._in_boxes = ask.moves_kv and not pair.is_colocated
         self._is_unseen = holds_kv
         self._is_coming = ask.moves_kv
@@ -55,7 +56,10 @@ class Booking:
         a.prefill_tokens += self._tokens
         a.kv_tokens += self._source_kv_tokens
         a.unseen_kv_tokens += self._source_kv_tokens
-        source.took(self.key, self._tokens, self._prefill_s, now_s)
+        if self._passes:
+            source.takes_passer(self.key, self._tokens, now_s)
+        else:
+            source.took(self.key, self._tokens, self._prefill_s, now_s)
         if self._in_boxes:
             a.outbox_bytes += self._box_bytes
             sink.accounts.inbox_bytes += self._box_bytes
@@ -162,9 +166,12 @@ class Booking:
         a.prefill_tokens -= self._tokens
         a.kv_tokens -= self._source_kv_tokens
         a.unseen_kv_tokens -= self._source_kv_tokens
+        was_first = next(iter(source.prefilling), None) == self.key
         source.prefilling.pop(self.key, None)
-        # Those behind it start now, whatever was predicted.
-        source.busy_until_s = now_s + sum(source.prefilling.values())
+        if self._passes:
+            source.passing_tokens -= self._tokens
+        if was_first:  # those behind it start now, whatever was predicted
+            source.busy_until_s = now_s + sum(source.prefilling.values())
 
     def _leave_coming(self) -> None:
         if self._is_coming:

@@ -57,12 +57,17 @@ class Dispatcher:
         classes: Sequence[SloClass],
         admission: AdmissionSettings,
         priors: Mapping[Role, StepCost] | None = None,
+        pass_tokens: Mapping[Role, int] | None = None,
     ) -> None:
-        """`priors`: step costs to start from per role (policy/step_cost.py); a role without one starts from a generic guess."""
+        """`priors`: step costs to start from per role (policy/step_cost.py); a role without one starts from a generic guess.
+
+        `pass_tokens`: tokens of a step that engines of a role keep from a long prompt, so that short ones pass it.
+        """
         self.mode = mode
         self.model = model
         self._admission = admission
         self._priors = priors or {}
+        self._pass_tokens = pass_tokens or {}
         self._targets = {c.name: Targets.of(c) for c in classes}
         self._tpot_s = min((t.tpot_s for t in self._targets.values() if t.tpot_s is not None), default=SOFT_TPOT_S)
         self._outputs: dict[str, OutputLengths] = {}
@@ -86,6 +91,7 @@ class Dispatcher:
         """A worker came up. One of that name that is known already is replaced."""
         self.leave(name, now_s)
         self._workers[name] = WorkerBook(name, role, host_id, state, self._priors.get(role, GENERIC), now_s)
+        self._workers[name].pass_tokens = self._pass_tokens.get(role, 0)
         self._members_changed()
 
     def leave(self, name: str, now_s: float) -> None:
@@ -290,10 +296,11 @@ class Dispatcher:
         refusals: list[Refusal] = []
         ready = {w.name for w in self._sources if self._is_ready(w, w.wait_s(now_s), now_s)}
         held_s: dict[str, float] = {}
+        can_pass = any(w.pass_tokens and w.prefilling for w in self._sources)
         price = self._queue_price(now_s) if ready else 0.0
         blocked = 0
         for waiter in self._candidates(now_s):
-            if blocked >= LOOK_AHEAD or not ready:
+            if blocked >= LOOK_AHEAD or not (ready or can_pass):
                 break
             ask, pairs = self._weighed(waiter, price, held_s, now_s)
             if isinstance(pairs, Shortage):
@@ -301,7 +308,7 @@ class Dispatcher:
                 continue
             pair = pairs[0]
             source = pair.first.worker
-            if source.name not in ready or not self._is_ready(source, pair.first.wait_s, now_s):
+            if not pair.first.passes and (source.name not in ready or not self._is_ready(source, pair.first.wait_s, now_s)):
                 held_s[source.name] = held_s.get(source.name, 0.0) + pair.first.prefill_s
                 ready.discard(source.name)
                 blocked += 1

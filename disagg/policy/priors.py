@@ -21,6 +21,17 @@ def priors_of(topology: Topology, shape: ModelShape | None = None) -> dict[Role,
     return {role: _real(topology, role, shape) for role in topology.active_pools()}
 
 
+def pass_tokens_of(topology: Topology) -> dict[Role, int]:
+    """Tokens of a step that a long prompt leaves to others: vLLM's max_num_batched_tokens less its long_prefill_token_threshold."""
+    found = {}
+    for role in topology.active_pools() if topology.engine.kind == "vllm" else ():
+        args = topology.engine_args(role)
+        limit, most = args.get("max_num_batched_tokens"), args.get("long_prefill_token_threshold")
+        if isinstance(limit, int) and isinstance(most, int) and 0 < most < limit:
+            found[role] = limit - most
+    return found
+
+
 def _simulated(topology: Topology, role: Role) -> StepCost:
     s = topology.simulated(role)
     return from_roofline(StepModel(find_shape(s.shape), find_device(s.gpu), s.tp, s.dtype), s.speed)

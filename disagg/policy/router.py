@@ -60,13 +60,14 @@ class Ask:
 
 @dataclass(slots=True, eq=False)  # not frozen: hundreds are made per decision
 class FirstLeg:
-    """The prompt on one worker: `wait_s` there, then `prefill_s`."""
+    """The prompt on one worker: `wait_s` there, then `prefill_s`. `passes`: it shares the steps of a long prompt that is there."""
 
     worker: WorkerBook
     cost: float
     wait_s: float
     prefill_s: float
     cached_tokens: int
+    passes: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +110,12 @@ def weigh_first(w: WorkerBook, ask: Ask, now_s: float, extra_s: float = 0.0) -> 
     prefill_s = core_s + w.overhead_s
     if ask.has_followers and w.prefilling and prefill_s < o.feed_s:
         prefill_s = o.feed_s  # others will share its step
+    passing = w.passing_s(tokens, now_s) if w.pass_tokens else None
+    if passing is not None and sum(passing) < wait_s + core_s:
+        wait_s, core_s = passing
+        prefill_s = core_s + w.overhead_s
+    else:
+        passing = None
     cost = regret((ask.waited_s + wait_s + prefill_s) / ask.targets.ttft_scale_s)
     if o.decodes:
         steps = -(-tokens // o.chunk_tokens)
@@ -119,7 +126,7 @@ def weigh_first(w: WorkerBook, ask: Ask, now_s: float, extra_s: float = 0.0) -> 
         cost += ROLE_BIAS
     if w.name in ask.avoid:
         cost += AVOIDED
-    return FirstLeg(w, cost, wait_s, prefill_s, cached)
+    return FirstLeg(w, cost, wait_s, prefill_s, cached, passing is not None)
 
 
 def _stall_cost(w: WorkerBook, o: Outline, stall_s: float, steps: int) -> float:

@@ -18,6 +18,7 @@ UNKNOWN_STEP_TOKENS = 2048
 STUCK_STEPS = 4.0  # a decoding worker that is silent for so many of its steps is slow, and the slower the longer it is silent
 STUCK_MIN_S = 0.5
 FRESH_S = 0.05  # what depends on time alone may be so old
+MOST_PASSING_STEPS = 3  # of a prompt that passes a long one
 IDLE_HALF_LIFE_S = 3.0  # of the difference between an idle worker's learned speed and its pool's
 
 
@@ -88,6 +89,9 @@ class WorkerBook:
         self.accounts = Accounts()
         self.prefilling: dict[int, float] = {}  # predicted seconds of the prompts given and not answered yet, by key, in order
         self.busy_until_s = now_s
+        self.pass_tokens = 0  # of each step that a long prompt leaves to others (0: it takes all)
+        self.passing_tokens = 0  # of short prompts that pass a long one now
+        self._long_step_s = 0.0  # of the last prompt of several steps
         self.tail_steps = 0  # steps of the last of them
         self.tail_room = 0  # tokens left in the last of those
         self.heard_s = now_s  # of a step or a token
@@ -149,7 +153,7 @@ class WorkerBook:
         since_s = max(0.0, now_s - self._learned_s)
         duty = self._duty * math.exp(-since_s / DUTY_S)
         limit = self.state.max_step_tokens or UNKNOWN_STEP_TOKENS
-        chunk = max(limit - decodes, limit // 4, 1)
+        chunk = max(min(limit - self.pass_tokens, limit - decodes), limit // 4, 1)
         worth = min(chunk, 2 * cost.ridge_tokens)
         return Outline(
             at_s=now_s,
@@ -216,6 +220,26 @@ class WorkerBook:
             return rest_s
         return rest_s + shared * (cost.over_s + cost.token_s + cost.pair_s * (cached + shared / 2))
 
+    def passing_s(self, tokens: int, now_s: float) -> tuple[float, float] | None:
+        """Wait and prefill seconds of a short prompt that shares the steps of a long one which is here; None where it would not."""
+        if not self.pass_tokens or not self.prefilling or self._long_step_s <= 0.0:
+            return None
+        o = self.outline(now_s)
+        room = self.pass_tokens - o.decodes
+        if room <= 0 or self.busy_until_s - now_s < self._long_step_s:
+            return None
+        steps = -(-(self.passing_tokens + tokens) // room)
+        if steps > MOST_PASSING_STEPS:
+            return None
+        return 0.5 * self._long_step_s, steps * self._long_step_s + tokens * (o.cost.token_s + o.cost.over_s)
+
+    def takes_passer(self, key: int, tokens: int, now_s: float) -> None:
+        """A short prompt shares the steps of the long one; that one ends a little later."""
+        cost = self.outline(now_s).cost
+        self.passing_tokens += tokens
+        self.prefilling[key] = tokens * (cost.token_s + cost.over_s)
+        self.busy_until_s += self.prefilling[key]
+
     def took(self, key: int, tokens: int, seconds: float, now_s: float) -> None:
         """A prompt of `tokens` tokens to compute, expected to add `seconds`, stands behind those that are here."""
         shared = min(tokens, self._shared_room())
@@ -224,6 +248,7 @@ class WorkerBook:
             chunk = self.outline(now_s).chunk_tokens
             self.tail_steps = -(-rest // chunk)
             self.tail_room = -rest % chunk
+            self._long_step_s = seconds / self.tail_steps if self.tail_steps > 1 else 0.0
         else:
             self.tail_room -= shared
         self.prefilling[key] = seconds

@@ -8,7 +8,7 @@ from disagg.config import Topology
 from disagg.perf.shapes import ModelShape
 from disagg.policy.decision import Grant, Prediction
 from disagg.policy.dispatch import Dispatcher
-from disagg.policy.priors import priors_of
+from disagg.policy.priors import pass_tokens_of, priors_of
 from disagg.policy.view import PoolView, WorkerView
 from disagg.serving.signal import Signal
 from disagg.serving.worker_rpc_client import RemoteWorker
@@ -80,7 +80,9 @@ class Pool:
         self.gateway_id = new_id()
         self.changes = Signal()
         self.members: dict[str, Member] = {}
-        self.dispatcher = Dispatcher(Mode(topology.mode), model, topology.slo_classes, topology.admission, priors_of(topology, shape))
+        self.dispatcher = Dispatcher(
+            Mode(topology.mode), model, topology.slo_classes, topology.admission, priors_of(topology, shape), pass_tokens_of(topology)
+        )
         self._model = model
         self._mode = Mode(topology.mode)
         self._timeout_s = topology.admission.worker_timeout_s

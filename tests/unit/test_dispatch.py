@@ -274,6 +274,22 @@ def test_a_long_prompt_does_not_block_short_ones_behind_it() -> None:
     assert long not in grants
 
 
+def test_a_short_prompt_passes_a_long_one_between_its_steps() -> None:
+    """Where engines keep a part of each step from long prompts, a short one doesn't wait for the long one's end."""
+    rig = Rig(pass_tokens=128)
+    long = rig.grant(6000)
+    short = rig.grant(64)
+    assert short.prediction.ttft_s < 0.3 * long.prediction.ttft_s
+    waits = rig.submit(3000)
+    assert waits not in rig.decide()[0]
+    book = rig.dispatcher.workers["p0"]
+    before_s = book.busy_until_s
+    rig.dispatcher.first_token(short.key, rig.now_s)
+    assert book.busy_until_s == before_s
+    assert book.passing_tokens == 0
+    assert len(book.prefilling) == 1
+
+
 # ---- admission
 
 
@@ -402,7 +418,7 @@ def test_a_withdrawn_request_is_forgotten() -> None:
 def test_accounts_never_drift(mode: Mode, seed: int) -> None:
     """Requests begin, get on and end in any order, some steps twice, workers go and come: every count stays in its bounds, all end at 0."""
     rng = random.Random(seed)
-    rig = Rig(mode, prefill=2, decode=2, max_prefills_per_worker=3, by_slo=False)
+    rig = Rig(mode, prefill=2, decode=2, max_prefills_per_worker=3, by_slo=False, pass_tokens=128 * (seed % 2))
     d = rig.dispatcher
     live: dict[int, int] = {}
     granted = 0
@@ -436,7 +452,7 @@ def test_accounts_never_drift(mode: Mode, seed: int) -> None:
             a = book.accounts
             numbers = [getattr(a, name) for name in a.__slots__ if name != "groups"]
             assert all(n >= -1e-6 for n in numbers), a
-            assert a.prefills <= 3
+            assert a.prefills <= 3 or seed % 2
             assert a.unseen_kv_tokens <= a.kv_tokens
             assert sum(a.groups.values()) == a.decodes
             assert max(a.outbox_bytes, a.inbox_bytes) <= STATE.outbox_total_bytes
@@ -448,4 +464,4 @@ def test_accounts_never_drift(mode: Mode, seed: int) -> None:
         for key in rig.decide()[0]:
             rig.end(key)
     d.assert_empty()
-    assert all(book.accounts.is_empty and not book.prefilling for book in books.values())
+    assert all(book.accounts.is_empty and not book.prefilling and not book.passing_tokens for book in books.values())
