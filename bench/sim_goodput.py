@@ -3,8 +3,9 @@
     python -m bench.sim_goodput --traces DIR [--workload azure-conv ...] [--arm adaptive ...] [--requests 6000] [--json out.json]
 
 One cluster: 8 workers of four H100s, Llama-3.1-70B bf16, roofline timing. The trace is sent faster and faster (arrivals divided by one
-factor, lengths as they are) until fewer than 90 % of the requests are inside their class; rejected and late ones count as missed, and the
-first fifth of the requests is not counted. The router is not told how long answers will be: each request asks for as many tokens as the longest answer of its trace.
+factor, lengths as they are) until fewer than 90 % of the requests are inside their class; rejected and late ones count as missed, and
+the first fifth of the requests is not counted. The router is not told how long answers will be: each request asks for as many tokens as
+the longest answer of its trace.
 """
 
 from __future__ import annotations
