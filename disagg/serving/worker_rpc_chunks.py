@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Self
 
 from disagg.errors import DeadlineError, DisaggError
@@ -12,7 +13,7 @@ from disagg.types import Chunk
 
 
 class RemoteChunks:
-    """An iterator of chunks, fed by the worker's stream. No task and no timer per token.
+    """An iterator of chunks, fed by the worker's stream. No task and no timer per token; tokens that wait for their reader come together.
 
     `abandon` is called once when the reader closes it before its end. `timeout_s` bounds the whole of it. What is buffered is
     bounded by the request's `max_tokens`.
@@ -61,7 +62,14 @@ class RemoteChunks:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._ready.popleft()
+        return self._ready.popleft() if len(self._ready) == 1 else self._merged()
+
+    def _merged(self) -> Chunk:
+        """All that is ready, as one chunk: a reader that is behind catches up in one go, one that waits gets each token at once."""
+        ready = list(self._ready)
+        self._ready.clear()
+        tokens = tuple([token for chunk in ready for token in chunk.tokens])
+        return replace(ready[0], tokens=tokens, finish=ready[-1].finish)
 
     async def aclose(self) -> None:
         """Cancel on the worker when it has not ended. Returns at once: the cancel travels on its own."""
