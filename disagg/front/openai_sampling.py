@@ -102,11 +102,15 @@ class OutputTranslator:
         self._num_prompt_tokens = len(request.prompt_token_ids or ())
         self._is_first = True
         self._output: list[int] = []
+        self._repeats = False
 
     def translate(self, chunk: Chunk, cached_tokens: int) -> EngineCoreOutput:
         """`cached_tokens`: prompt tokens that the first worker had in its prefix cache."""
-        tokens = chunk.tokens
+        num_kept = self._until_repetition(chunk.tokens)
+        tokens = chunk.tokens[:num_kept]
         finish, stop_reason = self._finish(chunk)
+        if num_kept < len(chunk.tokens) or (self._repeats and finish is None):
+            finish, stop_reason = VllmFinish.REPETITION, "repetition_detected"
         output = EngineCoreOutput(
             request_id=self._request_id,
             new_token_ids=[token.token_id for token in tokens],
@@ -123,18 +127,22 @@ class OutputTranslator:
         """vLLM's reasons: an end-of-sequence token has none of its own, a stop token is its own reason."""
         params = self._params
         if chunk.finish is None:
-            return (VllmFinish.REPETITION, "repetition_detected") if self._is_repeating(chunk) else (None, None)
+            return None, None
         last = chunk.tokens[-1].token_id if chunk.tokens else None
         is_stop_token = chunk.finish is FinishReason.STOP and last != params.eos_token_id and last in (params.stop_token_ids or ())
         return _FINISH[chunk.finish], last if is_stop_token else None
 
-    def _is_repeating(self, chunk: Chunk) -> bool:
-        """vLLM looks for repetition in its scheduler, which sees one worker's part; here is the whole answer."""
+    def _until_repetition(self, tokens: tuple[Token, ...]) -> int:
+        """How many of the new tokens belong to the answer. (vLLM's scheduler, which looks for repetition, sees only one worker's part.)"""
         params = self._params
         if params.repetition_detection is None:
-            return False
-        self._output += [token.token_id for token in chunk.tokens]
-        return len(self._output) >= params.min_tokens and bool(check_sequence_repetition(self._output, params.repetition_detection))
+            return len(tokens)
+        for index, token in enumerate(tokens):
+            self._output.append(token.token_id)
+            if len(self._output) >= params.min_tokens and check_sequence_repetition(self._output, params.repetition_detection):
+                self._repeats = True
+                return index + 1
+        return len(tokens)
 
     def _prefill_stats(self, cached_tokens: int) -> PrefillStats:
         stats = PrefillStats()

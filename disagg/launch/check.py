@@ -259,9 +259,7 @@ def _unlike_pools(topology: Topology) -> list[str]:
 
 def _port_problems(topology: Topology, placed: Sequence[Placed], is_here: bool) -> list[str]:
     problems = []
-    doors = {"port": topology.gateway.port}
-    if topology.engine.kind == "vllm":
-        doors["http_port"] = topology.gateway.http_port or 0
+    doors = {"port": topology.gateway.port, "http_port": topology.gateway.http_port or 0}
     for key, port in doors.items():
         if is_here and port and (holder := _holder(topology.gateway.host, port)):
             problems.append(f"gateway.{key}: {port} is in use by {holder}; expected a free port, or 0")

@@ -204,6 +204,8 @@ def check_ports(topology: Topology | None) -> Iterable[Check]:
     """Whether the fixed ports can be bound; port 0 means that a free one is taken."""
     host = topology.gateway.host if topology else "127.0.0.1"
     wanted = {"gateway port": topology.gateway.port if topology else DEFAULT_PORT}
+    if topology and topology.gateway.http_port is not None:
+        wanted["gateway http port"] = topology.gateway.http_port
     if topology and topology.kv.port:
         wanted["kv port"] = topology.kv.port
     for name, port in wanted.items():
@@ -218,7 +220,7 @@ def _port(name: str, host: str, port: int) -> Check:
             probe.bind(address)
             probe.listen(1)
     except OSError as error:
-        key = "kv.port" if name == "kv port" else "gateway.port"
+        key = {"kv port": "kv.port", "gateway http port": "gateway.http_port"}.get(name, "gateway.port")
         return Check(name, "missing", f"{host}:{port}: {error.strerror or error}", f"`disagg down`, or set {key} (0 = any free one)")
     return Check(name, "ok", f"{host}:{port} is free" if port else "any free one")
 

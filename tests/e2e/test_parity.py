@@ -233,7 +233,8 @@ async def test_stop_tokens(servers: Pair) -> None:
 
 async def test_bad_words(servers: Pair) -> None:
     """One token, several tokens, and several of which the first comes from the prefill worker."""
-    body = ask("The capital of France is", max_tokens=12, logprobs=0)
+    # Without line breaks, which are no words.
+    body = ask("One, two, three, four, five, six,", max_tokens=12, logprobs=0, logit_bias={"198": -100.0})
     _, want = await both(servers, COMPLETIONS, body)
     tokens = want["choices"][0]["logprobs"]["tokens"]
     assert all(token.strip() for token in tokens[:7]), tokens  # words of white space alone are refused

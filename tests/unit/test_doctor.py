@@ -70,13 +70,14 @@ def test_missing_vllm_names_the_extra_for_this_machine(monkeypatch: pytest.Monke
 def test_port_in_use_is_missing_and_free_is_ok(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        topology = parse_topology({"model": "m", "pools": {"prefill": {"count": 1}, "decode": {"count": 1}}, "gateway": {"port": port}})
-        (taken,) = doctor.check_ports(topology)
-        assert taken.state == "missing"
-        assert str(port) in taken.found
-        assert "gateway.port" in taken.mend
-    (free,) = doctor.check_ports(topology)
-    assert free.state == "ok"
+        pools = {"prefill": {"count": 1}, "decode": {"count": 1}}
+        for key, other in (("port", {"http_port": None}), ("http_port", {"port": 0})):
+            topology = parse_topology({"model": "m", "pools": pools, "gateway": {key: port, **other}})
+            taken = list(doctor.check_ports(topology))[-1]
+            assert taken.state == "missing"
+            assert str(port) in taken.found
+            assert f"gateway.{key} " in taken.mend
+    assert [check.state for check in doctor.check_ports(topology)] == ["ok", "ok"]
 
 
 def test_small_shared_memory_warns(monkeypatch: pytest.MonkeyPatch) -> None:
