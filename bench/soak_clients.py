@@ -25,7 +25,9 @@ from disagg.front.gateway import Gateway
 from disagg.types import Role
 from tests.builders import Cluster, sim_topology
 
-CLIENTS_PER_PROCESS = 32
+CLIENTS_PER_PROCESS = 64
+MEAN_LIFE_S = 2.0  # of one stream
+KILLS_PER_S = 0.1  # of whole client processes
 SAMPLE_S = 1.0
 GROWTH_ALLOWED = 0.05
 LINE_LIMIT = 1 << 20
@@ -33,7 +35,7 @@ LINE_LIMIT = 1 << 20
 
 async def serve() -> None:
     """The server's process: says where it listens, then answers each line on standard input with its counts; the last line ends it."""
-    topology = sim_topology(prefill=2, decode=2, speed=20.0, admission={"worker_timeout_s": 30.0})
+    topology = sim_topology(prefill=2, decode=2, speed=0.3, admission={"worker_timeout_s": 30.0})
     topology = topology.model_copy(update={"gateway": topology.gateway.model_copy(update={"port": 0, "http_port": 0})})
     gateway = await Gateway.start(topology, None)
     cluster = Cluster(topology, gateway.pool, gateway.coordinator)
@@ -61,18 +63,19 @@ async def stream_for_ever(address: str, seed: int) -> None:
     """One client process: clients that begin, and are cut off."""
 
     async def one(rng: random.Random) -> None:
+        client = AsyncClient(address)
         while True:
-            client = AsyncClient(address)
             stream = client.stream([rng.randrange(3, 30_000) for _ in range(rng.randrange(1, 400))], max_tokens=2000, ignore_eos=True)
             try:
-                async with asyncio.timeout(rng.expovariate(1 / 2.0)):
+                async with asyncio.timeout(rng.expovariate(1 / MEAN_LIFE_S)):
                     async for _ in stream:
                         pass
             except (TimeoutError, DisaggError):
-                if rng.random() < 0.5:
+                if rng.random() < 0.8:
                     await stream.aclose()
-            finally:
-                await client.close()
+                else:
+                    await client.close()
+                    client = AsyncClient(address)
 
     await asyncio.gather(*(one(random.Random(seed * 1000 + i)) for i in range(CLIENTS_PER_PROCESS)))
 
@@ -102,7 +105,7 @@ async def main(seconds: float, clients: int) -> dict[str, Any]:
     while time.monotonic() < end_s:
         await asyncio.sleep(SAMPLE_S)
         samples.append({**await ask("count"), **_process(server.pid)})
-        if rng.random() < 0.5:
+        if rng.random() < KILLS_PER_S * SAMPLE_S:
             victim = rng.randrange(len(crowd))
             crowd[victim].send_signal(signal.SIGKILL)
             await crowd[victim].wait()
