@@ -7,11 +7,13 @@ temporary folder, and its processes carry a mark by which they can be found.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import math
 import os
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
 import threading
@@ -188,6 +190,7 @@ def _connect(address: str) -> None:
         found = services.canonicalize_bootstrap_address(address)
         _check_ray_answers(found)
         ray.init(address=found, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        _heed_children()
     except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
         raise ConfigError(
             f"address: no Ray to join at {address!r} ({_first_line(error)}); expected: `auto` or HOST:PORT of a cluster that this machine "
@@ -230,6 +233,12 @@ def _init_local(specs: Sequence[WorkerSpec], temp_dir: str) -> None:
         _temp_dir=temp_dir,
         _system_config=_SYSTEM_CONFIG,
     )
+    _heed_children()
+
+
+def _heed_children() -> None:
+    """Undo what Ray's process clean-up does to this process: with SIGCHLD ignored, every child's exit status would read as 0."""
+    ctypes.CDLL(None).signal(signal.SIGCHLD, 0)  # 0 is SIG_DFL; `signal.signal` works in the main thread only
 
 
 def _check_ray_answers(address: str) -> None:

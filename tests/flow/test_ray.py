@@ -7,6 +7,8 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -233,6 +235,11 @@ def test_two_deployments_live_side_by_side_and_end_alone(session: RaySession, ma
     other.down()
     assert "other" not in names(session)
     assert main.status().is_healthy
+
+
+def test_a_session_leaves_this_process_its_children(session: RaySession) -> None:
+    """Ray ignores SIGCHLD in its driver, which makes every exit status read as 0."""
+    assert subprocess.run([sys.executable, "-c", "raise SystemExit(3)"], check=False).returncode == 3
 
 
 def test_a_second_one_of_the_same_name_is_refused(session: RaySession, main: Deployment) -> None:
