@@ -157,11 +157,12 @@ def ids(tokens: list[Token]) -> list[int]:
     return [t.token_id for t in tokens]
 
 
-def assert_equal_or_near_tie(got: list[Token], want: list[Token]) -> None:
-    """Equal tokens; or where they first differ, the two best were within 0.05 of each other."""
+def assert_equal_or_near_tie(got: list[Token], want: list[Token], within: float = 0.05) -> None:
+    """Equal tokens; or where they first differ, they are the two best of the right answer, and those are `within` of each other."""
     for a, b in zip(got, want, strict=True):
         if a.token_id != b.token_id:
-            assert abs(b.top[0].logprob - b.top[1].logprob) <= 0.05, (a, b)
+            assert a.token_id in {t.token_id for t in b.top[:2]}, (a, b)
+            assert abs(b.top[0].logprob - b.top[1].logprob) <= within, (a, b)
             return
 
 
@@ -299,7 +300,8 @@ async def test_a_preempted_decode_recomputes_and_finishes(cluster: Cluster) -> N
     assert cluster.decode.state().preemptions > before, "the decode engine had room for both: this test cannot fail"
     for request, (prefilled, _), (tokens, finish) in zip(requests, staged, answers, strict=True):
         assert (len(tokens), finish) == (299, FinishReason.LENGTH)
-        assert_equal_or_near_tie([prefilled.first, *tokens], (await cluster.expected(request))[0])
+        # Hundreds of steps beside another request, then all recomputed in chunks: roundings of bfloat16 logits (steps of 0.125) add up.
+        assert_equal_or_near_tie([prefilled.first, *tokens], (await cluster.expected(request))[0], within=0.26)
 
 
 async def test_the_hand_over_of_a_long_prompt_is_hidden(cluster: Cluster) -> None:
