@@ -1,0 +1,232 @@
+"""The whole serving path with real engines: client, gateway, two workers, both carriers; a third engine says what is right.
+
+Workers and gateway live in this process and talk over real gRPC; one core for each engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("vllm")
+
+from disagg.client import AsyncClient
+from disagg.client_types import Answer
+from disagg.config import Topology, parse_topology
+from disagg.errors import DisaggError, InvalidRequestError
+from disagg.front.gateway import Gateway
+from disagg.kv.carrier import Carrier, SlowCarrier
+from disagg.serving.start import start_worker
+from disagg.serving.worker_rpc_server import WorkerServer
+from disagg.types import Chunk, Request, Role, Sampling, Token, new_id
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+
+LENGTHS = [1, 5, 31, 32, 33, 63, 64, 65, 200, 511, 512, 513, 1500, 3000]
+WAIT_S = 60.0
+RAW: dict[str, Any] = {
+    "model": "smollm2-135m",
+    "engine": {
+        "args": {"dtype": "bfloat16", "max_model_len": 4096, "max_num_batched_tokens": 512, "max_num_seqs": 32},
+        "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
+    },
+    "pools": {"prefill": {"count": 1}, "decode": {"count": 1}, "colocated": {"count": 1}},
+    "gateway": {"port": 0, "http_port": None},
+}
+
+
+@dataclass
+class Service:
+    """What runs, and the client."""
+
+    gateway: Gateway
+    client: AsyncClient
+    prefill: WorkerServer
+    decode: WorkerServer
+    colocated: WorkerServer
+
+    @contextmanager
+    def over(self, carrier: str, delay_s: float = 0.0) -> Iterator[None]:
+        """KV moves by this carrier only, slowed by `delay_s`."""
+        inbox = self.decode.worker.inbox
+        before = inbox._carriers
+        chosen: Carrier = before[carrier]
+        inbox._carriers = {carrier: SlowCarrier(chosen, delay_s) if delay_s else chosen}
+        pulled = inbox.counters.frames if hasattr(inbox.counters, "frames") else None
+        try:
+            yield
+        finally:
+            inbox._carriers = before
+        assert pulled is None or inbox.counters.frames > pulled
+
+    async def right(self, prompt: list[int], max_tokens: int) -> list[Token]:
+        """The colocated engine's answer."""
+        sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=1)
+        tokens: list[Token] = []
+        async with aclosing(self.colocated.worker.generate(Request(new_id(), tuple(prompt), sampling))) as chunks:
+            async for chunk in chunks:
+                assert isinstance(chunk, Chunk)
+                tokens += chunk.tokens
+        return tokens
+
+    async def ask(self, prompt: list[int], max_tokens: int, **options: Any) -> Answer:
+        return await self.client.generate(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout_s=WAIT_S, **options)
+
+    async def assert_empty(self) -> None:
+        """Gateway, boxes and engines come to rest with nothing left."""
+        await asyncio.wait_for(self.gateway.coordinator.settle(), WAIT_S)
+        deadline_s = time.monotonic() + WAIT_S
+        engines = [server.worker.engine for server in (self.prefill, self.decode)]
+        while time.monotonic() < deadline_s:
+            states = [engine.state() for engine in engines]
+            if all(s.free_kv_tokens == s.total_kv_tokens and not s.running_requests and not s.waiting_requests for s in states):
+                break
+            await asyncio.sleep(0.05)
+        for engine in engines:
+            state = engine.state()
+            assert state.free_kv_tokens == state.total_kv_tokens, state
+            assert state.running_requests == state.waiting_requests == 0, state
+        self.gateway.coordinator.assert_empty()
+        self.prefill.worker.assert_empty()
+        self.decode.worker.assert_empty()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service(smollm2: Path) -> AsyncIterator[Service]:
+    topology: Topology = parse_topology(RAW)
+    colocated: Topology = parse_topology({**RAW, "mode": "colocated"})
+    servers: list[WorkerServer] = []
+    try:
+        for which, role, cores in ((topology, Role.PREFILL, [0]), (topology, Role.DECODE, [1]), (colocated, Role.COLOCATED, [0])):
+            servers.append(await start_worker(which, role, f"{role}-0", str(smollm2), cores=cores))
+        gateway = await Gateway.start(topology, str(smollm2))
+        for role, server in zip((Role.PREFILL, Role.DECODE), servers[:2], strict=True):
+            await gateway.pool.join(f"{role}-0", role, server.target)
+        async with AsyncClient(gateway.endpoint) as client:
+            yield Service(gateway, client, *servers)
+        await gateway.close()
+    finally:
+        for server in servers:
+            await server.close()
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="module")
+async def _nothing_left(service: Service) -> AsyncIterator[None]:
+    yield
+    await service.assert_empty()
+
+
+_fresh = itertools.count(1)
+
+
+def fresh_prompt(length: int) -> list[int]:
+    """Token ids that no test has used before, so that no prefix cache knows them."""
+    draw = random.Random(next(_fresh) * 104729)
+    return [draw.randrange(100, 49000) for _ in range(length)]
+
+
+@pytest.mark.parametrize("carrier", ["shm", "grpc"])
+async def test_cold_answers_equal_colocated_ones_to_the_last_digit(service: Service, carrier: str) -> None:
+    with service.over(carrier):
+        for length in LENGTHS:
+            prompt = fresh_prompt(length)
+            answer = await service.ask(prompt, 12, logprobs=1)
+            assert answer.usage is not None
+            assert (answer.usage.prefill_worker, answer.usage.decode_worker) == ("prefill-0", "decode-0")
+            right = await service.right(prompt, 12)
+            assert [(t.token_id, t.logprob) for t in answer.tokens] == [(t.token_id, t.logprob) for t in right], length
+
+
+async def test_the_first_token_does_not_wait_for_the_kv(service: Service) -> None:
+    plain = await first_gaps(service, fresh_prompt(600))
+    with service.over("shm", delay_s=2.0):
+        slow = await first_gaps(service, fresh_prompt(600))
+    assert slow[0] < plain[0] + 1.0
+    assert 2.0 <= slow[1] < plain[1] + 3.0
+
+
+@pytest.mark.parametrize(("carrier", "share"), [("shm", 0.05), ("grpc", 0.10)])
+async def test_the_transfer_of_a_long_prompt_is_hidden(service: Service, carrier: str, share: float, record_property: Any) -> None:
+    """First to second token, less a plain decode step, against the prefill time. The best of three: the machine is shared."""
+    shares = []
+    with service.over(carrier):
+        for _ in range(3):
+            ttft_s, first_gap_s, step_s = await first_gaps(service, fresh_prompt(3000))
+            shares.append((first_gap_s - step_s) / ttft_s)
+    record_property("exposed_share", shares)
+    assert min(shares) < share, shares
+
+
+async def first_gaps(service: Service, prompt: list[int]) -> tuple[float, float, float]:
+    """TTFT, gap to the second token, and median gap of the others, in seconds."""
+    began_s = time.perf_counter()
+    at_s = []
+    async for part in service.client.stream(prompt, max_tokens=12, temperature=0.0, ignore_eos=True, timeout_s=WAIT_S):
+        at_s += [time.perf_counter()] * len(part.tokens)
+    gaps = [b - a for a, b in itertools.pairwise(at_s)]
+    return at_s[0] - began_s, gaps[0], statistics.median(gaps[1:])
+
+
+async def test_a_third_of_200_cancelled_leaves_nothing(service: Service) -> None:
+    draw = random.Random(11)
+
+    async def one(i: int) -> None:
+        await asyncio.sleep(draw.uniform(0, 12))
+        prompt, patience_s = fresh_prompt(draw.choice([5, 64, 300, 700])), draw.uniform(0.0, 2.0)
+        try:
+            async with asyncio.timeout(patience_s if i % 3 == 0 else WAIT_S * 2):
+                answer = await service.client.generate(prompt, max_tokens=12, temperature=0.0, ignore_eos=True, timeout_s=WAIT_S * 2)
+            assert len(answer.tokens) == 12
+        except TimeoutError:
+            assert i % 3 == 0
+
+    await asyncio.gather(*(one(i) for i in range(200)))
+    await service.assert_empty()
+    prompt = fresh_prompt(200)
+    answer = await service.ask(prompt, 8)
+    assert [t.token_id for t in answer.tokens] == [t.token_id for t in await service.right(prompt, 8)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ("", {}, "prompt"),
+        (list(range(4097)), {}, "prompt"),
+        ("x" * 20_000_000, {}, "prompt"),
+        ([1, 2], {"max_tokens": 0}, "max_tokens"),
+        ([1, 2], {"max_tokens": -5}, "max_tokens"),
+        ([1, 2], {"max_tokens": 4096}, "max_tokens"),
+        ([1, 2], {"slo_class": "chatt"}, "slo_class"),
+        ([1, 2], {"temperature": -0.1}, "temperature"),
+        ([1, 49152], {}, "prompt"),
+    ],
+)
+async def test_bad_input_is_named_and_the_service_goes_on(service: Service, prompt: Any, options: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await service.client.generate(prompt, timeout_s=WAIT_S, **{"max_tokens": 4, **options})
+    assert field in caught.value.field
+    assert caught.value.expected
+    assert len((await service.ask(fresh_prompt(3), 2)).tokens) == 2
+
+
+async def test_a_seeded_request_longer_than_a_chunk_kills_no_engine(service: Service) -> None:
+    prompt = fresh_prompt(1300)
+    options = {"max_tokens": 6, "temperature": 0.8, "seed": 7, "ignore_eos": True, "timeout_s": WAIT_S}
+    try:
+        first, second = [await service.client.generate(prompt, **options) for _ in range(2)]
+    except DisaggError as error:
+        pytest.fail(f"a seeded request failed: {error.message}")
+    assert len(first.tokens) == len(second.tokens) == 6
+    assert service.prefill.worker.is_alive
+    assert service.decode.worker.is_alive
