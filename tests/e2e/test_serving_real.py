@@ -38,8 +38,14 @@ WAIT_S = 60.0
 RAW: dict[str, Any] = {
     "model": "smollm2-135m",
     "engine": {
-        "args": {"dtype": "bfloat16", "max_model_len": 4096, "max_num_batched_tokens": 512, "max_num_seqs": 32},
-        "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
+        # Not by VLLM_CPU_KVCACHE_SPACE: an environment variable would stay in this process, for the engines of later tests.
+        "args": {
+            "dtype": "bfloat16",
+            "max_model_len": 4096,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": 32,
+            "kv_cache_memory_bytes": 512 << 20,
+        },
     },
     "pools": {"prefill": {"count": 1}, "decode": {"count": 1}, "colocated": {"count": 1}},
     "gateway": {"port": 0, "http_port": None},
