@@ -7,7 +7,6 @@ otherwise. `DISAGG_DEBUG=1` shows the traceback instead.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 from typing import Any
 
@@ -72,5 +71,4 @@ def _main(
 
 
 for _name in COMMAND_MODULES:
-    if importlib.util.find_spec(_name) is not None:
-        importlib.import_module(_name).register(app)
+    importlib.import_module(_name).register(app)

@@ -69,12 +69,12 @@ class Service:
         before = inbox._carriers
         chosen: Carrier = before[carrier]
         inbox._carriers = {carrier: SlowCarrier(chosen, delay_s) if delay_s else chosen}
-        pulled = inbox.counters.frames if hasattr(inbox.counters, "frames") else None
+        pulled = inbox.counters.frames
         try:
             yield
         finally:
             inbox._carriers = before
-        assert pulled is None or inbox.counters.frames > pulled
+        assert inbox.counters.frames > pulled
 
     async def right(self, prompt: list[int], max_tokens: int) -> list[Token]:
         """The colocated engine's answer."""
