@@ -45,6 +45,7 @@ class FakeGateway(InferenceServicer):
         self.fault: str | None = None
         self.sound_requests = 0  # before the fault sets in
         self.dies_after: int | None = None
+        self.death: asyncio.Task[None] | None = None
         self.running = 0
 
     async def start(self) -> str:
@@ -60,7 +61,9 @@ class FakeGateway(InferenceServicer):
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         self.requests.append((time.monotonic(), request))
         if self.dies_after is not None and len(self.requests) > self.dies_after:
-            await self.server.stop(None)
+            # In a task of its own: the stop cancels every call, and one that awaited it would cut it short.
+            self.death = self.death or asyncio.create_task(self.server.stop(None))
+            await asyncio.sleep(60)
         fault = self.fault if len(self.requests) > self.sound_requests else None
         if fault == "reject":
             context.set_trailing_metadata(((ERROR_KEY, to_wire(RejectedError("full", retry_after_s=1.0))),))
@@ -99,7 +102,7 @@ class Arms:
 
     async def close(self) -> None:
         for gateway in self.gateways.values():
-            await gateway.server.stop(None)
+            await (gateway.death or gateway.server.stop(None))
 
 
 @asynccontextmanager
