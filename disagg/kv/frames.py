@@ -7,16 +7,19 @@
              <------------------------------- End         (or Failed with a typed error, at any point)
       Ack  ------------------------------->               (every block verified: the source may free)
 
-A frame's payload is whole cache blocks of one rank, all layers (`format: blocks`).
+A frame's payload is whole cache blocks of one rank, all layers (`format: blocks`). Payloads have a digest in their header, and each
+header ends in a digest of itself: a flipped bit is noticed wherever it is.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any, Protocol, TypeAlias, get_type_hints
 
 import msgpack
+import xxhash
 
 from disagg.errors import DisaggError, TransferCorruptError, TransferError, from_wire, to_wire
 from disagg.kv.layout import KvLayout
@@ -130,16 +133,22 @@ def pull_request(transfer: Transfer) -> Pull:
     return Pull(transfer.transfer_id, transfer.source.epoch, transfer.attempt, transfer.token_hash)
 
 
+_DIGEST = struct.Struct("<I")
+
+
 def pack(header: Header) -> bytes:
-    """The bytes of a header."""
+    """The bytes of a header: msgpack, then xxh32 of that."""
     packed: bytes = msgpack.packb([type(header).__name__, *astuple(header)])
-    return packed
+    return packed + _DIGEST.pack(xxhash.xxh32_intdigest(packed))
 
 
-def unpack(data: bytes | memoryview) -> Header:
+def unpack(data: bytes | bytearray | memoryview) -> Header:
     """The header in `data`. Raises TransferCorruptError on anything that `pack` does not write."""
+    body = memoryview(data)[: -_DIGEST.size]
+    if len(data) <= _DIGEST.size or _DIGEST.unpack_from(data, len(body))[0] != xxhash.xxh32_intdigest(body):
+        raise TransferCorruptError(f"not a KV header: {len(data)} bytes without the digest that belongs to them")
     try:
-        kind, *values = msgpack.unpackb(data)
+        kind, *values = msgpack.unpackb(body)
         header: Header = _build(_KINDS[kind], values)
         return header
     except (ValueError, TypeError, KeyError, msgpack.UnpackException, RecursionError) as error:

@@ -11,6 +11,7 @@ import struct
 import grpc.aio
 import msgpack
 import pytest
+import xxhash
 
 from disagg.errors import LayoutMismatchError, PlacementError, TransferCorruptError, TransferError, WorkerLostError
 from disagg.kv.carriers.grpc import GrpcCarrier
@@ -43,8 +44,19 @@ def test_what_is_written_is_read(header: Header) -> None:
     + [msgpack.packb([["Pull"], 1]), msgpack.packb(["Opened", "a", "e", 0, "h", 1, "blocks", ["m"], 0])],
 )
 def test_anything_else_is_refused(data: bytes) -> None:
-    with pytest.raises(TransferCorruptError):
-        unpack(data)
+    for whole in (data, data + struct.pack("<I", xxhash.xxh32_intdigest(data))):
+        with pytest.raises(TransferCorruptError):
+            unpack(whole)
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda h: type(h).__name__)
+def test_every_flipped_bit_is_refused(header: Header) -> None:
+    data = pack(header)
+    for bit in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(TransferCorruptError):
+            unpack(damaged)
 
 
 def test_random_damage_never_escapes_as_another_error() -> None:
