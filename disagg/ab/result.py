@@ -1,16 +1,21 @@
 """result.json: its schema, and how it follows from the rows.
 
-    {"schema": 1,
+    {"schema": 2,
      "workload": {...as run...}, "environment": {...},
+     "setups": {ARM: {"kind": "disagg", "prefill": 1, "decode": 1, ...}},     what each arm is
+     "points": [{"rate_rps": 0.5, "probe": false, "rounds": [...], "arms": {ARM: figures}, "stopped": "..."}],    one per rate, ascending
+     "rate_rps": 0.5,                                                         the point that the next two keys repeat
      "rounds": [{"round": 1, "order": ["disagg", "colocated"], ...}],
      "arms": {"disagg": {"sent", "completed", "rejected", "failed", "ttft_s": {"count", "mean", "p50", ..., "max"}, "tpot_s": ..., "itl_s",
                          "e2e_s", "output_tokens_per_s", "input_tokens_per_s", "slo_attainment", "mean_concurrency", ...,
                          "classes": {NAME: the same}},
               "colocated": {...}},
-     "verdict": {"choose": "disagg|colocated|either", "reason": "...", "comparisons": [...]}, "warnings": [...]}
+     "chunk_search": {...}, "warm_up": {ARM: ...}, "repeated": [...],         null or empty where there was none
+     "verdict": {"choose": ARM or "either", "reason": "...", "comparisons": [...]}, "warnings": [...], "not_a_result": null or why}
 
 Seconds everywhere. A percentile is null where the samples are too few for it (see slo.percentile); a figure is null where nothing
-completed. Latencies and throughput are those of completed requests; attainment is of all sent ones.
+completed. Latencies and throughput are those of completed requests; attainment is of all sent ones. Files of schema 1 are read as well: one
+rate, arms `disagg` and `colocated`, and no `points`.
 """
 
 from __future__ import annotations
@@ -22,14 +27,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from disagg import slo
 from disagg.ab.rows import Row, span_s
 from disagg.config import SloClass
 from disagg.errors import ConfigError
 
-SCHEMA = 1
+SCHEMA = 2
 LITTLE_TOLERANCE = 0.05
 
 
@@ -110,40 +115,134 @@ class RoundReport(_Strict):
     sender: dict[str, dict[str, float]]
 
 
-class ComparisonReport(_Strict):
-    """One measure of both arms. `low`/`high`: 95 % interval of disagg minus colocated. `better`: null when no difference is shown.
+class PointReport(_Strict):
+    """One rate. `rate_rps`: mean requests per second that the workload asked for. `arms`: figures over all its rounds.
 
-    `slo_class`: null for all requests together; a class's own show whom the choice helps and whom it costs.
+    `probe`: measured to find the range of rates, in fewer rounds than the others. `stopped`: why no more rounds followed.
+    """
+
+    rate_rps: float
+    probe: bool
+    rounds: list[RoundReport]
+    arms: dict[str, ArmFigures]
+    stopped: str
+
+
+class SetupReport(_Strict):
+    """What an arm is. Counts are of workers, null where it has no such pool; `chunk_tokens`: prompt and decode tokens per engine step.
+
+    `url`: of an external arm, of which nothing else is known. `prefix_cache`: null where it cannot be told.
+    """
+
+    kind: Literal["disagg", "colocated", "adaptive", "external"]
+    prefill: int | None = None
+    decode: int | None = None
+    colocated: int | None = None
+    cores: int | None = None
+    gpus: int | None = None
+    chunk_tokens: dict[str, int] = Field(default_factory=dict)
+    prefix_cache: bool | None = None
+    url: str | None = None
+
+
+class ChunkTrial(_Strict):
+    """One chunk size of the colocated arm, as measured before the comparison. Not part of the arms' figures."""
+
+    chunk_tokens: int
+    sent: int
+    slo_attainment: float | None
+    ttft_p50_s: float | None
+    tpot_p50_s: float | None
+    itl_max_s: float | None
+    output_tokens_per_s: float | None
+
+
+class ChunkSearch(_Strict):
+    """How the colocated arm's chunk was chosen: measured at `rate_rps` on this machine, best first decided by `rule`."""
+
+    rate_rps: float
+    trials: list[ChunkTrial]
+    chosen_tokens: int
+    rule: str
+
+
+class WarmUpReport(_Strict):
+    """Whether the warm-up was enough: TPOT of the first third of an arm's first round against that of the other two thirds.
+
+    `ratio`: first by later median, null where the samples are too few. `enough`: the first window is not slower than noise explains.
+    """
+
+    requests: int
+    first_tpot_s: float | None
+    later_tpot_s: float | None
+    ratio: float | None
+    enough: bool
+
+
+class RepeatedRound(_Strict):
+    """A turn that was measured again, and why; its `requests` rows are in requests-void.jsonl and count nowhere."""
+
+    arm: str
+    rate_rps: float
+    round: int
+    requests: int
+    reason: str
+
+
+class ComparisonReport(_Strict):
+    """One measure of two arms. `low`/`high`: 95 % interval of first minus second. `better`: an arm; null when no difference is shown.
+
+    `arms` and `values`: first, second. `slo_class`: null for all requests together; a class's own show whom the choice helps and whom it
+    costs. `rate_rps`: the point it was taken from, null for schema 1.
     """
 
     measure: str
     slo_class: str | None
     unit: str
-    disagg: float
-    colocated: float
+    arms: tuple[str, str]
+    values: tuple[float, float]
     low: float
     high: float
-    better: Literal["disagg", "colocated"] | None
+    better: str | None
+    rate_rps: float | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_schema_1(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or "disagg" not in raw:
+            return raw
+        kept = {k: v for k, v in raw.items() if k not in ("disagg", "colocated")}
+        return {**kept, "arms": ("disagg", "colocated"), "values": (raw["disagg"], raw["colocated"])}
 
 
 class VerdictReport(_Strict):
-    """Which arm to choose for this model, workload and machine, and why, in words with the numbers."""
+    """Which arm to choose for this model, workload and machine, and why, in words with the numbers. `choose`: an arm, or "either"."""
 
-    choose: Literal["disagg", "colocated", "either"]
+    choose: str
     reason: str
     comparisons: list[ComparisonReport]
 
 
 class Result(_Strict):
-    """The whole of result.json."""
+    """The whole of result.json. `arms` and `rounds` are those of the point `rate_rps`; with one rate that is everything.
 
-    schema_version: Literal[1] = Field(1, alias="schema")
+    `not_a_result`: why nobody should rely on it (the sender itself fell behind), null when it may be.
+    """
+
+    schema_version: Literal[1, 2] = Field(2, alias="schema")
     workload: dict[str, Any]
     environment: dict[str, Any]
+    setups: dict[str, SetupReport] = Field(default_factory=dict)
+    points: list[PointReport] = Field(default_factory=list)
+    rate_rps: float | None = None
     rounds: list[RoundReport]
     arms: dict[str, ArmFigures]
+    chunk_search: ChunkSearch | None = None
+    warm_up: dict[str, WarmUpReport] = Field(default_factory=dict)
+    repeated: list[RepeatedRound] = Field(default_factory=list)
     verdict: VerdictReport
     warnings: list[str]
+    not_a_result: str | None = None
 
     def to_json(self) -> str:
         """Indented JSON text, ending in a newline."""

@@ -22,8 +22,9 @@ Outcome = Literal["completed", "rejected", "failed"]
 class Row:
     """What became of one request.
 
-    `round` counts from 1. `due_s`: when the workload wanted it sent; `sent_s`: when it was. `token_s`: when each output token was
-    received. `end_s`: when its stream ended, however it did. `prompt_digest`: a hash of the prompt's token ids, equal in both arms.
+    `round` counts from 1. `rate_rps`: the mean rate of the point that it belongs to, None in files of older versions. `due_s`: when the
+    workload wanted it sent; `sent_s`: when it was. `token_s`: when each output token was received.
+    `end_s`: when its stream ended, however it did. `prompt_digest`: a hash of the prompt's token ids, equal in all arms.
     `outcome`: completed = the whole answer came; rejected = admission refused it; failed = anything else, with `error` the type and
     `message` its sentence. Worker names, attempts and the gateway's own durations (`queue_s` ...) are there for whole answers only.
     """
@@ -50,6 +51,7 @@ class Row:
     queue_s: float | None = None
     prefill_s: float | None = None
     transfer_s: float | None = None
+    rate_rps: float | None = None
 
     @property
     def is_whole(self) -> bool:

@@ -146,7 +146,7 @@ def _result(comparison: Comparison, measured: _Measured, environment: dict[str, 
     figures = {arm: arm_figures(measured.rows[arm], classes, [r.mean_in_flight for r in measured.reports[arm]]) for arm in ARMS}
     verdict = judge(measured.rows[Mode.DISAGG], measured.rows[Mode.COLOCATED], classes)
     return Result(
-        schema=1,
+        schema=2,
         workload=comparison.workload.model_dump(mode="json", exclude_none=True),
         environment=environment,
         rounds=[

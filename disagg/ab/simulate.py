@@ -91,7 +91,7 @@ def simulated_result(
     }
     figures = {arm.name: arm_figures(rows[arm.name], classes, [arm.report.mean_in_flight]) for arm in arms}
     return Result(
-        schema=1,
+        schema=2,
         workload=dict(workload),
         environment=environment,
         rounds=[RoundReport(round=1, order=[arm.name for arm in arms], sender={})],

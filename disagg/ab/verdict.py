@@ -1,10 +1,11 @@
 """Which arm to choose, from the rows of both. Pure.
 
-Both arms got the same requests, so requests are compared in pairs. A difference counts when (1) the 95 % bootstrap interval of the
-difference, requests resampled as pairs, lies on one side of zero; (2) it is larger than what nobody would act on (`floor`: 2 points of
-attainment, 5 % of a latency); (3) no round shows the opposite. Measures decide in a fixed order: SLO attainment (of all requests, then
-of the classes, where those that differ agree), the tail of the inter-token gaps, TPOT, TTFT, throughput. The first that differs chooses the
-arm; the reason also says what that arm does worse. When none differs, the verdict is "either".
+Two arms, the first and the second, got the same requests, so requests are compared in pairs. A difference counts when (1) the 95 %
+bootstrap interval of the difference, requests resampled as pairs, lies on one side of zero; (2) it is larger than what nobody would
+act on (`floor`: 2 points of attainment, 5 % of a latency); (3) no round shows the opposite. Measures decide in a fixed order: SLO
+attainment (of all requests, then of the classes, where those that differ agree), the tail of the inter-token gaps, TPOT, TTFT,
+throughput. The first that differs chooses the arm; the reason also says what that arm does worse. When none differs, the verdict is
+"either".
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from disagg.ab.result import row_meets
 from disagg.ab.rows import Row, span_s
 from disagg.config import SloClass
 
-ArmName = Literal["disagg", "colocated"]
 Unit = Literal["share", "s", "tokens/s"]
-Pair = tuple[Row, Row]  # (disagg, colocated) of one request
+Pair = tuple[Row, Row]  # (first, second) arm's row of one request
 Samples = Sequence[Sequence[float]]  # per request, its samples
 
 RESAMPLES = 400
@@ -31,29 +31,29 @@ _MOST_SAMPLES = 50_000_000  # drawn in all, over the resamples of one measure: w
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One measure of both arms. `low` and `high`: 95 % interval of (disagg - colocated). `better`: None when no difference is shown.
+    """One measure of both arms. `low` and `high`: 95 % interval of first - second. `better`: None when no difference is shown.
 
-    `slo_class`: None for all requests together.
+    `arms` and `values`: first, second. `slo_class`: None for all requests together.
     """
 
     measure: str
     slo_class: str | None
     unit: Unit
-    disagg: float
-    colocated: float
+    arms: tuple[str, str]
+    values: tuple[float, float]
     low: float
     high: float
-    better: ArmName | None
+    better: str | None
 
-    def value(self, arm: ArmName) -> float:
-        return self.disagg if arm == "disagg" else self.colocated
+    def value(self, arm: str) -> float:
+        return self.values[self.arms.index(arm)]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`reason`: plain words with the numbers."""
+    """`choose`: an arm, or "either". `reason`: plain words with the numbers."""
 
-    choose: Literal["disagg", "colocated", "either"]
+    choose: str
     reason: str
     comparisons: tuple[Comparison, ...]
 
@@ -71,11 +71,13 @@ class _Measure:
     floor: Callable[[float, float], float]
 
 
-def judge(disagg: Sequence[Row], colocated: Sequence[Row], classes: Sequence[SloClass]) -> Verdict:
-    """The verdict on all rows of both arms."""
-    pairs = _paired(disagg, colocated)
-    comparisons = [c for m in _measures(pairs, {c.name: c for c in classes}) if (c := _compare(m, pairs)) is not None]
-    throughput = _compare_throughput(disagg, colocated)
+def judge(
+    first: Sequence[Row], second: Sequence[Row], classes: Sequence[SloClass], arms: tuple[str, str] = ("disagg", "colocated")
+) -> Verdict:
+    """The verdict on all rows of two arms. `arms`: their names."""
+    pairs = _paired(first, second)
+    comparisons = [c for m in _measures(pairs, {c.name: c for c in classes}) if (c := _compare(m, pairs, arms)) is not None]
+    throughput = _compare_throughput(first, second, arms)
     return decide(comparisons if throughput is None else [*comparisons, throughput])
 
 
@@ -84,11 +86,14 @@ def decide(comparisons: Sequence[Comparison]) -> Verdict:
     overall = [c for c in comparisons if c.slo_class is None]
     by_class = [c for c in comparisons if c.slo_class is not None and c.better is not None]
     chosen = _deciding(overall, by_class)
-    arm: ArmName = chosen or "disagg"
+    names = comparisons[0].arms if comparisons else ("disagg", "colocated")
+    arm = chosen or names[0]
     same = _listed([c for c in overall if c.better is None], arm)
     if chosen is None:
-        reason = f"No difference beyond the noise over all requests (disagg against colocated): {same or 'none completed in both arms'}."
-        for name in ("disagg", "colocated"):
+        reason = (
+            f"No difference beyond the noise over all requests ({names[0]} against {names[1]}): {same or 'none completed in both arms'}."
+        )
+        for name in names:
             own = [c for c in by_class if c.better == name]
             reason += f" {name.capitalize()} is better in {_listed(own, name)}." if own else ""
         return Verdict("either", reason, tuple(comparisons))
@@ -99,7 +104,7 @@ def decide(comparisons: Sequence[Comparison]) -> Verdict:
     return Verdict(arm, reason, tuple(comparisons))
 
 
-def _deciding(overall: Sequence[Comparison], by_class: Sequence[Comparison]) -> ArmName | None:
+def _deciding(overall: Sequence[Comparison], by_class: Sequence[Comparison]) -> str | None:
     """The arm that the first differing measure favours: attainment of all; of classes, where those that differ agree; then the others."""
     attainments = [c for c in (*overall[:1], *by_class) if c.unit == "share" and c.better is not None]
     favoured = {c.better for c in attainments}
@@ -110,18 +115,20 @@ def _deciding(overall: Sequence[Comparison], by_class: Sequence[Comparison]) -> 
     return next((c.better for c in overall if c.better is not None), None)
 
 
-def _listed(comparisons: Sequence[Comparison], first: ArmName) -> str:
-    """`ITL p99.9 (48 ms against 410 ms), ...`, the value of `first` first."""
-    other: ArmName = "colocated" if first == "disagg" else "disagg"
-    return ", ".join(
-        f"{c.slo_class + ' ' if c.slo_class else ''}{c.measure} ({_shown(c.value(first), c.unit)} against {_shown(c.value(other), c.unit)})"
-        for c in comparisons
-    )
+def _listed(comparisons: Sequence[Comparison], arm: str) -> str:
+    """`ITL p99.9 (48 ms against 410 ms), ...`, the value of `arm` first."""
+    return ", ".join(_told(c, arm) for c in comparisons)
 
 
-def _paired(disagg: Sequence[Row], colocated: Sequence[Row]) -> list[Pair]:
-    other = {(r.round, r.index): r for r in colocated}
-    return [(r, other[key]) for r in disagg if (key := (r.round, r.index)) in other]
+def _told(c: Comparison, arm: str) -> str:
+    other = c.arms[1 - c.arms.index(arm)]
+    name = f"{c.slo_class} {c.measure}" if c.slo_class else c.measure
+    return f"{name} ({_shown(c.value(arm), c.unit)} against {_shown(c.value(other), c.unit)})"
+
+
+def _paired(first: Sequence[Row], second: Sequence[Row]) -> list[Pair]:
+    other = {(r.round, r.index): r for r in second}
+    return [(r, other[key]) for r in first if (key := (r.round, r.index)) in other]
 
 
 def _measures(pairs: Sequence[Pair], classes: Mapping[str, SloClass]) -> list[_Measure]:
@@ -217,7 +224,7 @@ class _Pooled:
         return float(first + (second - first) * (position - below))
 
 
-def _compare(measure: _Measure, pairs: Sequence[Pair]) -> Comparison | None:
+def _compare(measure: _Measure, pairs: Sequence[Pair], names: tuple[str, str]) -> Comparison | None:
     """Bootstrap one measure; None when an arm has no sample of it."""
     arms = [_Pooled(measure, [pair[arm] for pair in pairs]) for arm in (0, 1)]
     ours, theirs = (arm.statistic(np.ones(len(pairs), dtype=np.int64)) for arm in arms)
@@ -227,9 +234,9 @@ def _compare(measure: _Measure, pairs: Sequence[Pair]) -> Comparison | None:
     difference = ours - theirs
     shown = (low > 0 or high < 0) and abs(difference) >= measure.floor(ours, theirs)
     shown = shown and not _contradicted(measure, arms, pairs, difference)
-    disagg_better = (difference > 0) == measure.higher_is_better
-    better: ArmName | None = ("disagg" if disagg_better else "colocated") if shown else None
-    return Comparison(measure.name, measure.slo_class, measure.unit, ours, theirs, low, high, better)
+    first_better = (difference > 0) == measure.higher_is_better
+    better = names[0 if first_better else 1] if shown else None
+    return Comparison(measure.name, measure.slo_class, measure.unit, names, (ours, theirs), low, high, better)
 
 
 def _resampled_differences(arms: Sequence[_Pooled], num_pairs: int) -> list[float]:
@@ -257,19 +264,19 @@ def _contradicted(measure: _Measure, arms: Sequence[_Pooled], pairs: Sequence[Pa
     return False
 
 
-def _compare_throughput(disagg: Sequence[Row], colocated: Sequence[Row]) -> Comparison | None:
+def _compare_throughput(first: Sequence[Row], second: Sequence[Row], names: tuple[str, str]) -> Comparison | None:
     """Output tokens/s; the interval is the spread over rounds, and a difference counts from 5 % on when all rounds (two at least) agree."""
     per_round = []
-    for number in sorted({r.round for r in disagg} & {r.round for r in colocated}):
-        ours, theirs = (_tokens_per_s([r for r in rows if r.round == number]) for rows in (disagg, colocated))
+    for number in sorted({r.round for r in first} & {r.round for r in second}):
+        ours, theirs = (_tokens_per_s([r for r in rows if r.round == number]) for rows in (first, second))
         per_round.append(ours - theirs)
     if not per_round:
         return None
-    ours, theirs = _tokens_per_s(disagg), _tokens_per_s(colocated)
+    ours, theirs = _tokens_per_s(first), _tokens_per_s(second)
     agree = len(per_round) > 1 and (min(per_round) > 0 or max(per_round) < 0)
     shown = agree and abs(ours - theirs) >= 0.05 * max(ours, theirs)
-    better: ArmName | None = ("disagg" if ours > theirs else "colocated") if shown else None
-    return Comparison("throughput", None, "tokens/s", ours, theirs, min(per_round), max(per_round), better)
+    better = names[0 if ours > theirs else 1] if shown else None
+    return Comparison("throughput", None, "tokens/s", names, (ours, theirs), min(per_round), max(per_round), better)
 
 
 def _tokens_per_s(rows: Sequence[Row]) -> float:

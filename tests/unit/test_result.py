@@ -156,8 +156,10 @@ def test_long_gaps_in_one_arm_choose_the_other_and_a_worse_ttft_is_said():
     gaps = next(c for c in verdict.comparisons if c.measure.startswith("ITL"))
     assert gaps.better == "disagg"
     assert gaps.high < 0
-    assert gaps.disagg == pytest.approx(float(np.percentile([g for r in arm("disagg", stall=0, ttft=0.4, seed=1) for g in r.itl_s], 99.9)))
-    assert gaps.colocated > 0.4 > 0.05 > gaps.disagg
+    assert gaps.value("disagg") == pytest.approx(
+        float(np.percentile([g for r in arm("disagg", stall=0, ttft=0.4, seed=1) for g in r.itl_s], 99.9))
+    )
+    assert gaps.value("colocated") > 0.4 > 0.05 > gaps.value("disagg")
     assert re.search(r"^Disagg is better in .* It is worse in TTFT p95 \(\d+ ms against \d+ ms\)", verdict.reason)
     assert all(c.slo_class is None for c in verdict.comparisons)
     mirrored = judge(arm("disagg", stall=0.5, ttft=0.2, seed=2), arm("colocated", stall=0, ttft=0.4, seed=1), CLASSES)
@@ -184,7 +186,7 @@ def test_a_difference_that_one_round_contradicts_is_none():
     ours = arm("disagg", stall=0, ttft=0.9, rounds=1) + [dataclasses.replace(r, round=2) for r in arm("x", stall=0, ttft=0.1, rounds=1)]
     theirs = arm("colocated", stall=0, ttft=0.2, rounds=2)
     ttft = next(c for c in judge(ours, theirs, (SloClass(name="chat"),)).comparisons if c.measure.startswith("TTFT"))
-    assert ttft.disagg > ttft.colocated
+    assert ttft.value("disagg") > ttft.value("colocated")
     assert ttft.better is None
 
 
@@ -227,7 +229,7 @@ def make_result() -> Result:
     arms = {"disagg": arm("disagg", stall=0, ttft=0.4), "colocated": arm("colocated", stall=0.5, ttft=0.2)}
     figures = {name: arm_figures(rows, CLASSES, [1.0, 1.0]) for name, rows in arms.items()}
     return Result(
-        schema=1,
+        schema=2,
         workload={"name": "test"},
         environment={"model": "a-model", "cpu": "A Rather Long Name of a Processor @ 2.00GHz with many words"},
         rounds=[RoundReport(round=1, order=["disagg", "colocated"], sender={})],
@@ -242,7 +244,7 @@ def test_result_json_has_the_documented_keys_and_reads_back(tmp_path: Path):
     path = tmp_path / "result.json"
     path.write_text(result.to_json())
     raw = json.loads(path.read_text())
-    assert raw["schema"] == 1
+    assert raw["schema"] == 2
     assert {"workload", "environment", "arms", "verdict"} <= raw.keys()
     for figures in raw["arms"].values():
         assert {"sent", "completed", "rejected", "failed", "ttft_s", "tpot_s", "itl_s", "e2e_s", "slo_attainment"} <= figures.keys()
@@ -250,7 +252,7 @@ def test_result_json_has_the_documented_keys_and_reads_back(tmp_path: Path):
         assert {"mean", "p50", "p90", "p95", "p99", "max"} <= figures["ttft_s"].keys()
     assert raw["verdict"]["choose"] in {"disagg", "colocated", "either"}
     assert read_result(path) == result
-    path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
+    path.write_text(path.read_text().replace('"schema": 2', '"schema": 3'))
     with pytest.raises(ConfigError, match="schema"):
         read_result(path)
 
@@ -352,3 +354,18 @@ def test_percentiles_of_the_result_are_those_of_slo():
     figures = arm_figures(rows, CLASSES, None)
     assert figures.itl_s.p999 == slo.percentile([g for r in rows for g in r.itl_s], 99.9)
     assert figures.ttft_s.p99 == slo.percentile([r.ttft_s or 0 for r in rows], 99)
+
+
+def test_a_result_of_schema_1_is_read(tmp_path: Path):
+    raw = json.loads(make_result().to_json())
+    for new in ("setups", "points", "rate_rps", "chunk_search", "warm_up", "repeated", "not_a_result"):
+        del raw[new]
+    raw["schema"] = 1
+    for c in raw["verdict"]["comparisons"]:
+        del c["rate_rps"]
+        (c["disagg"], c["colocated"]), _ = c.pop("values"), c.pop("arms")
+    (tmp_path / "result.json").write_text(json.dumps(raw))
+    read = read_result(tmp_path / "result.json")
+    assert read.verdict == make_result().verdict
+    assert read.arms == make_result().arms
+    assert read.points == []
