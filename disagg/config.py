@@ -35,7 +35,8 @@ class SimulatedSettings(_Strict):
 
     `speed`: simulated seconds per real second (10 = ten times faster than the device; 0 = no waiting at all).
     `kv_bytes_per_token`: real bytes that stand for one token's KV in boxes and on the wire; a multiple of `tp`.
-    `eos_mean_tokens`: the end-of-sequence token comes up once in so many tokens.
+    `eos_mean_tokens`: the end-of-sequence token comes up once in so many tokens. `enable_prefix_caching`: blocks of prompts stay until
+    their room is needed, as in vLLM.
     """
 
     gpu: str = "h100"
@@ -49,6 +50,7 @@ class SimulatedSettings(_Strict):
     max_num_seqs: PositiveInt = 256
     max_model_len: PositiveInt = 32768
     kv_cache_tokens: PositiveInt | None = None  # None: what the device's memory holds
+    enable_prefix_caching: bool = True
     vocab_size: Annotated[int, Field(ge=4)] = 32_000
     eos_token_id: Annotated[int, Field(ge=0)] = 2
     eos_mean_tokens: PositiveInt = 512

@@ -22,6 +22,7 @@ import xxhash
 
 from disagg.config import SimulatedSettings
 from disagg.engine.simulated_model import KvState, Rows, SimulatedModel
+from disagg.engine.simulated_prefix import PrefixCache
 from disagg.engine.simulated_scheduler import Scheduled, Scheduler
 from disagg.engine.simulated_scheduler import Sequence as ScheduledSequence
 from disagg.engine.simulated_settings import check_request, kv_cache_tokens, simulated_layout
@@ -29,6 +30,7 @@ from disagg.engine.simulated_timing import plan_record, plan_seconds, step_model
 from disagg.errors import DisaggError, EngineError, LayoutMismatchError, TransferCorruptError
 from disagg.kv.api import InboxEntry, OutboxEntry
 from disagg.kv.layout import KvLayout
+from disagg.prefix import block_identities, root_identity
 from disagg.types import Chunk, EngineState, FinishReason, Prefilled, Request, StepRecord, Token
 
 log = logging.getLogger(__name__)
@@ -141,6 +143,7 @@ class SimulatedEngine:
             max_num_seqs=settings.max_num_seqs,
             num_blocks=kv_cache_tokens(settings) // settings.block_tokens,
             block_tokens=settings.block_tokens,
+            prefixes=PrefixCache(unit_blocks=1) if settings.enable_prefix_caching else None,
         )
         self._max_context = min(settings.max_model_len, self._scheduler.capacity_tokens)
         self._jobs: set[_Job] = set()
@@ -174,7 +177,7 @@ class SimulatedEngine:
         finally:
             entry.end_write()
         assert chunk is not None
-        return Prefilled(chunk.tokens[0], chunk.finish)
+        return Prefilled(chunk.tokens[0], chunk.finish, chunk.cached_tokens)
 
     def decode(self, request: Request, prefilled: Prefilled, entry: InboxEntry) -> SimulatedChunks:
         job = self._job(request, (*request.prior_output, prefilled.first.token_id))
@@ -229,6 +232,8 @@ class SimulatedEngine:
         check_request(self.settings, job.request, self._max_context)
         if job.inbox is not None:
             self._check_entry(job.request, job.inbox)
+        if self._scheduler.prefixes is not None:
+            job.prefix = block_identities(job.tokens, self.settings.block_tokens, root_identity(job.request.cache_salt))
         self._jobs.add(job)
         self._scheduler.add(job)
         if self._task is None:
@@ -305,19 +310,19 @@ class SimulatedEngine:
         for item in plan:
             job = item.sequence
             assert isinstance(job, _Job)
-            if job.num_ready:
-                self._load(job)
-            elif job.num_computed == 0:
-                job.kv = self._model.new_state()
             result = _Result(job)
             results.append(result)
+            if job.num_ready:
+                self._load(job)
+            elif job.num_computed in (0, job.num_cached):
+                result.frames = self._begin_context(job)
             if item.num_tokens == 1 and job.outbox is None:
                 singles.append(job)
             else:
                 start = job.num_computed
                 rows = self._model.extend(job.kv, job.tokens[start : start + item.num_tokens])
                 if job.outbox is not None:
-                    result.frames = self._write(job, job.outbox, start, rows)
+                    result.frames += self._write(job, job.outbox, start, rows)
             job.num_computed += item.num_tokens
         self._extend_singles(singles)
         for result in results:
@@ -325,6 +330,14 @@ class SimulatedEngine:
             if job.num_computed == job.num_tokens:
                 result.token = self._model.draw(job.kv.digest, job.request.sampling, job.num_output)
         return results
+
+    def _begin_context(self, job: _Job) -> list[_Frame]:
+        """A context is computed from its begin on, or from behind what the prefix cache gave: KV of the same tokens, so the same bytes."""
+        job.kv = self._model.new_state()
+        if not job.num_computed:
+            return []
+        rows = self._model.extend(job.kv, job.tokens[: job.num_computed])
+        return self._write(job, job.outbox, 0, rows) if job.outbox is not None else []
 
     def _extend_singles(self, jobs: list[_Job]) -> None:
         """One more token of KV for each job, in one vectorised go: the decode batch. `num_computed` counts it already."""
@@ -390,11 +403,12 @@ class SimulatedEngine:
                 self._deliver(job, result.token)
 
     def _deliver(self, job: _Job, token: Token) -> None:
+        is_first = job.num_output == len(job.request.prior_output)  # never of a decode leg, which has had one already
         job.tokens.append(token.token_id)
         job.num_tokens += 1
         job.num_output += 1
         finish: FinishReason | None = self._model.finish_reason(token.token_id, job.request.sampling, job.num_output)
-        job.ready.append(Chunk((token,), finish))
+        job.ready.append(Chunk((token,), finish, cached_tokens=job.num_cached if is_first else 0))
         if finish is not None or job.outbox is not None:
             self._end(job)
         else:

@@ -24,6 +24,7 @@ RANKS: tuple[tuple[str, int], ...] = (
     ("disagg.config", 1),
     ("disagg.slo", 1),
     ("disagg.trace*", 1),
+    ("disagg.prefix", 1),
     ("disagg.pb*", 1),
     ("disagg.models*", 1),
     ("disagg.perf*", 2),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -240,19 +241,37 @@ async def test_a_preempted_prefill_keeps_what_it_announced() -> None:
     """Its second run has other chunk sizes, so a chunk may straddle the announced blocks and the rest."""
     preemptions = 0
     for length in range(60, 90, 3):
-        engine = await engine_of(kv_cache_tokens=160, max_num_batched_tokens=8, max_model_len=160)
+        caches = length % 2 == 0
+        engine = await engine_of(kv_cache_tokens=160, max_num_batched_tokens=8, max_model_len=160, enable_prefix_caching=caches)
         alone = await engine_of(max_num_batched_tokens=8)
         chat = engine.generate(request_of(tuple(range(72)), max_tokens=24))
         await anext(chat)
         request = request_of(tuple(range(length)), max_tokens=1)
         (first, inbox), (want, reference) = await asyncio.gather(staged(engine, request), staged(alone, request))
         await chat.aclose()
-        assert (first, inbox.contents) == (want, reference.contents)
+        assert (first.first, inbox.contents) == (want.first, reference.contents)
         preemptions += engine.state().preemptions
         engine.assert_empty()
         await engine.close()
         await alone.close()
     assert preemptions > 3
+
+
+async def test_a_cached_prefix_is_told_and_changes_no_byte(engine: SimulatedEngine) -> None:
+    cold = await engine_of(enable_prefix_caching=False)
+    for length, want in ((70, 0), (70, 64), (64, 48), (65, 64), (90, 64)):  # at least one token is computed
+        request = request_of(tuple(range(100, 100 + length)))
+        (first, inbox), (other, reference) = [await staged(e, request) for e in (engine, cold)]
+        assert (first.cached_tokens, other.cached_tokens) == (want, 0), length
+        assert inbox.contents == reference.contents
+        answer = (first.first.token_id, *await decoded(engine, request, first, inbox))
+        assert answer == expected_tokens(engine.settings, request.prompt_token_ids, 8, GREEDY)
+    chunks = [c async for c in engine.generate(request)]
+    assert [c.cached_tokens for c in chunks] == [80, *[0] * 7]
+    assert tuple([c.tokens[0].token_id for c in chunks]) == answer
+    salted = replace(request, cache_salt="other")
+    assert [(await staged(engine, salted))[0].cached_tokens for _ in range(2)] == [0, 80]
+    await cold.close()
 
 
 async def test_a_decode_that_waits_for_room_keeps_its_inbox_until_it_is_loaded() -> None:
@@ -290,7 +309,7 @@ async def test_time_is_the_rooflines_and_the_slow_factors() -> None:
     assert plain_s >= 0.95 * model_s / 4
     engine.slow_factor = 4.0
     began = time.monotonic()
-    await generated(engine, request)
+    await generated(engine, request_of(tuple(range(1, 1001)), max_tokens=20))  # other tokens: nothing of it is cached
     assert time.monotonic() - began >= 0.95 * model_s
     assert engine.num_steps == 40
     await engine.close()
