@@ -54,6 +54,9 @@ class _FaultySink:
         self._num_frames = 0
         self._held: tuple[Header, Sequence[memoryview]] | None = None
 
+    def room(self, frame: Frame) -> memoryview:
+        return self._inner.room(frame)
+
     async def receive(self, header: Header, payload: Sequence[memoryview]) -> bool:
         if not isinstance(header, Frame | End):
             return await self._inner.receive(header, payload)

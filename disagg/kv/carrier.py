@@ -110,6 +110,9 @@ class _SlowSink:
         self._gbps = gbps
         self._free_at_s = 0.0  # when the paced link has sent what it was given so far
 
+    def room(self, frame: Frame) -> memoryview:
+        return self._inner.room(frame)
+
     async def receive(self, header: Header, payload: Sequence[memoryview]) -> bool:
         if not isinstance(header, Opened | Waiting) and self._delay_s > 0:
             delay_s, self._delay_s = self._delay_s, 0.0

@@ -120,10 +120,19 @@ _HINTS = {c: [get_type_hints(c)[f.name] for f in fields(c)] for c in (*_KINDS.va
 class Sink(Protocol):
     """Where a carrier puts what it reads."""
 
-    async def receive(self, header: Header, payload: Sequence[memoryview]) -> bool:
-        """Take one message; `payload` (consecutive pieces, for frames) is not used after the return, also when cancelled.
+    def room(self, frame: Frame) -> memoryview:
+        """Where the payload of `frame` belongs, for carriers that receive in place; asked for in the order of the frames, once each.
 
-        Returns True when the transfer is complete and verified: acknowledge it. Raises TransferError on anything wrong.
+        Then `receive(frame, [room])` has only to verify. Raises TransferError on a frame that is not due; valid until the pull returns.
+        """
+        ...
+
+    async def receive(self, header: Header, payload: Sequence[memoryview]) -> bool:
+        """Take one message; `payload` (consecutive pieces, for frames) may be read until the transfer is complete: it is not to change.
+
+        Copies and checks may still be under way at the return; the next messages meet what they find. After an error or a cancel the
+        pieces may still be read for a moment, to no effect. Returns True when the transfer is complete and verified: acknowledge it.
+        Raises TransferError on anything wrong.
         """
         ...
 

@@ -5,13 +5,15 @@
     end:     read by the engine | released | failed | expired (complete, but not taken for `lease_s`)
     free:    ended AND the pull writes no more AND the engine reads no more
 
-All methods belong to the worker's event loop; large copies run in one thread of the inbox.
+All methods belong to the worker's event loop; large copies run in the inbox's threads, a few frames at a time for each pull.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from disagg.errors import DisaggError, LayoutMismatchError, TransferCorruptError
 from disagg.kv.api import InboxEntry
 from disagg.kv.box import Box, Region, Room
 from disagg.kv.carrier import Carrier, CarrierChoice, choose_carrier
-from disagg.kv.copy import copy_and_digest
+from disagg.kv.copy import copy_and_digest, digest
 from disagg.kv.frames import FORMAT_BLOCKS, Coverage, End, Failed, Frame, Header, Opened, Waiting, raise_failed
 from disagg.kv.layout import KvLayout
 from disagg.kv.lease import Leases, Tombstones
@@ -29,6 +31,8 @@ from disagg.types import Transfer
 log = logging.getLogger(__name__)
 
 _INLINE_BYTES = 128 << 10  # below this a copy takes less time than handing it to a thread
+_COPY_THREADS = 2  # a core copies less than the memory gives
+_COPIES_AHEAD = 2  # frames of one pull whose copy may be under way while the next message is read
 
 
 @dataclass(slots=True)
@@ -66,7 +70,7 @@ class Inbox:
         self._host_id = host_id
         self._choice = choice
         self.room = Room(box.num_bytes, "kv.inbox_gib")
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="disagg-kv-copy")
+        self._copier = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="disagg-kv-copy")
         self._entries: dict[str, _Entry] = {}
         self._pulls: set[asyncio.Task[None]] = set()
         self._ended: Tombstones[DisaggError | None] = Tombstones()  # None: it went to the engine
@@ -164,8 +168,9 @@ class Inbox:
         """One transfer's whole pull. Every way out ends the writing, and the waiters learn of it."""
         transfer_id = entry.transfer.transfer_id
         error: DisaggError = TransferFencedError(f"the pull of transfer {transfer_id} was cancelled")
+        writer = _Writer(self, entry)
         try:
-            await carrier.pull(endpoint, entry.transfer, _Writer(self, entry))
+            await carrier.pull(endpoint, entry.transfer, writer)
             error = TransferError(f"transfer {transfer_id} ended before it was complete")
         except DisaggError as cause:
             error = cause
@@ -173,6 +178,7 @@ class Inbox:
             log.exception("carrier %s failed on transfer %s", carrier.name, transfer_id)
             error = TransferError(f"carrier {carrier.name} failed: {cause!r}")
         finally:
+            await writer.leave()
             entry.writing = False
             if not entry.complete and not entry.ended:
                 self.counters.failed += 1
@@ -295,8 +301,18 @@ class _Writer:
         self._inbox = inbox
         self._entry = entry
         self._opened = False
-        self._num_frames = 0
+        self._num_claimed = 0  # frames that have their place
+        self._num_frames = 0  # frames received
+        self._rooms: dict[int, memoryview] = {}  # by `seq`: places given to the carrier, whose frames have not been received
+        self._copies: deque[tuple[Frame, asyncio.Future[int]]] = deque()  # under way in threads; gives the digest of what arrived
         self._coverage = Coverage(inbox.layout, entry.num_tokens)
+
+    def room(self, frame: Frame) -> memoryview:
+        """See frames.Sink."""
+        if not self._opened:
+            raise self._corrupt("a frame before Opened")
+        room = self._rooms[frame.seq] = self._claim(frame)
+        return room
 
     async def receive(self, header: Header, payload: Sequence[memoryview]) -> bool:
         """See frames.Sink."""
@@ -314,9 +330,9 @@ class _Writer:
                 entry.region = await self._inbox.room.reserve(self._inbox.layout.entry_bytes(entry.num_tokens))
                 self._opened = True
             case Frame() if self._opened:
-                self._check_frame(header, payload)
                 await self._write(header, payload)
             case End() if self._opened:
+                await self._verify(keep=0)
                 self._check_end(header)
                 self._inbox._completed(entry)
                 return True
@@ -336,36 +352,65 @@ class _Writer:
         if (header.num_tokens, header.token_hash) != (t.num_tokens, t.token_hash):
             raise TransferFencedError(f"transfer {t.transfer_id} holds the KV of other tokens")
 
-    def _check_frame(self, header: Frame, payload: Sequence[memoryview]) -> None:
+    def _claim(self, header: Frame) -> memoryview:
+        """The place of the next frame, once."""
         t = self._entry.transfer
         if (header.transfer_id, header.epoch, header.attempt) != (t.transfer_id, t.source.epoch, t.attempt):
             raise self._corrupt(f"a frame of transfer {header.transfer_id}")
-        if header.seq != self._num_frames:
-            raise self._corrupt(f"frame {header.seq} where {self._num_frames} is due")
+        if header.seq != self._num_claimed:
+            raise self._corrupt(f"frame {header.seq} where {self._num_claimed} is due")
         fault = self._coverage.fault(header.rank, header.first_block, header.num_blocks)
         if fault is None and self._coverage.count(header.rank, header.first_block, header.num_blocks):
             fault = f"blocks {header.first_block}.. of rank {header.rank} came twice"
         expected = header.num_blocks * self._inbox.layout.slab_bytes
-        if fault is None and not expected == header.num_bytes == sum(map(len, payload)):
-            fault = f"frame {header.seq} has {sum(map(len, payload))} bytes and says {header.num_bytes}, expected {expected}"
+        if fault is None and header.num_bytes != expected:
+            fault = f"frame {header.seq} says {header.num_bytes} bytes, expected {expected}"
         if fault is not None:
             raise self._corrupt(fault)
+        self._coverage.add(header.rank, header.first_block, header.num_blocks)
+        self._num_claimed += 1
+        start = self._inbox.layout.offset(self._entry.num_tokens, header.rank, header.first_block)
+        return self._entry.writable()[start : start + header.num_bytes]
 
     async def _write(self, header: Frame, payload: Sequence[memoryview]) -> None:
-        entry, inbox = self._entry, self._inbox
-        start = inbox.layout.offset(entry.num_tokens, header.rank, header.first_block)
-        room = entry.writable()[start : start + header.num_bytes]
-        if header.num_bytes <= _INLINE_BYTES:
-            digest = copy_and_digest(room, payload)
-        else:
-            copy = asyncio.get_running_loop().run_in_executor(inbox._copier, copy_and_digest, room, payload)
-            digest = await _finished(copy)
-        if digest != header.digest:
-            raise self._corrupt(f"frame {header.seq} fails its checksum")
-        self._coverage.add(header.rank, header.first_block, header.num_blocks)
+        """Bring the payload to its place, unless it is there already, and verify it, now or later."""
+        if header.seq != self._num_frames:
+            raise self._corrupt(f"frame {header.seq} where {self._num_frames} is due")
+        room = self._rooms.pop(header.seq, None)
+        is_there = room is not None and len(payload) == 1 and payload[0] is room
+        if room is None:
+            room = self._claim(header)
+        num_bytes = sum(map(len, payload))
+        if num_bytes != len(room):
+            raise self._corrupt(f"frame {header.seq} has {num_bytes} bytes, expected {len(room)}")
         self._num_frames += 1
-        inbox.counters.frames += 1
-        inbox.counters.bytes += header.num_bytes
+        if num_bytes <= _INLINE_BYTES:
+            await self._verify(keep=0)
+            self._check_digest(header, digest(room) if is_there else copy_and_digest(room, payload))
+            return
+        task = (digest, room) if is_there else (copy_and_digest, room, payload)
+        self._copies.append((header, asyncio.get_running_loop().run_in_executor(self._inbox._copier, *task)))
+        await self._verify(keep=_COPIES_AHEAD)
+
+    async def _verify(self, keep: int) -> None:
+        """Wait until at most `keep` copies are under way."""
+        while len(self._copies) > keep:
+            header, copy = self._copies[0]
+            arrived = await asyncio.shield(copy)
+            self._copies.popleft()
+            self._check_digest(header, arrived)
+
+    def _check_digest(self, header: Frame, arrived: int) -> None:
+        if arrived != header.digest:
+            raise self._corrupt(f"frame {header.seq} fails its checksum")
+        self._inbox.counters.frames += 1
+        self._inbox.counters.bytes += header.num_bytes
+
+    async def leave(self) -> None:
+        """Returns when no thread of this pull is in the entry's memory. A cancel does not cut it short."""
+        while under_way := [copy for _, copy in self._copies if not copy.done()]:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait(under_way)
 
     def _check_end(self, header: End) -> None:
         if header.transfer_id != self._entry.transfer_id or header.num_frames != self._num_frames or not self._coverage.is_complete:
@@ -374,19 +419,6 @@ class _Writer:
 
     def _corrupt(self, why: str) -> TransferCorruptError:
         return TransferCorruptError(f"transfer {self._entry.transfer_id}: {why}")
-
-
-async def _finished(copy: asyncio.Future[int]) -> int:
-    """The result of a copy in a thread. A cancel is obeyed only when the thread has left the memory."""
-    try:
-        return await asyncio.shield(copy)
-    except asyncio.CancelledError:
-        while not copy.done():
-            try:
-                await asyncio.wait({copy})
-            except asyncio.CancelledError:
-                continue
-        raise
 
 
 def _again(error: DisaggError) -> DisaggError:
