@@ -42,7 +42,8 @@ class SimulatedSettings(_Strict):
     gpu: str = "h100"
     shape: str = "llama-3.1-70b"
     tp: PositiveInt = 4
-    dtype: Literal["bf16", "fp8"] = "bf16"
+    dtype: Literal["bf16", "fp8", "int8", "int4"] = "bf16"
+    kv_dtype: Literal["bf16", "fp8", "int8"] = "bf16"
     speed: Annotated[float, Field(ge=0)] = 1.0
     kv_bytes_per_token: PositiveInt = 64
     block_tokens: PositiveInt = 16

@@ -6,7 +6,7 @@ from disagg.config import SimulatedSettings
 from disagg.errors import ConfigError, InvalidRequestError
 from disagg.kv.layout import KvLayout
 from disagg.perf.hardware import find_device
-from disagg.perf.roofline import placement_memory
+from disagg.perf.memory import placement_memory
 from disagg.perf.shapes import find_shape
 from disagg.types import ModelInfo, Request
 
@@ -39,7 +39,7 @@ def kv_cache_tokens(settings: SimulatedSettings) -> int:
             raise ConfigError(key="simulated.kv_cache_tokens", value=settings.kv_cache_tokens, expected=expected)
         return settings.kv_cache_tokens
     shape, device = find_shape(settings.shape), find_device(settings.gpu)
-    report = placement_memory(shape, device, settings.tp, settings.dtype, min_kv_tokens=settings.block_tokens)
+    report = placement_memory(shape, device, settings.tp, settings.dtype, min_kv_tokens=settings.block_tokens, kv_dtype=settings.kv_dtype)
     if not report.fits:
         wanted = f"tp {report.needed_tp}" if report.needed_tp else "a larger device"
         message = (

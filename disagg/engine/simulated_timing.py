@@ -14,7 +14,7 @@ from disagg.types import StepRecord
 
 def step_model(settings: SimulatedSettings) -> StepModel:
     """The roofline of these settings. Raises ConfigError for an unknown shape or device, or a degree that the heads do not divide by."""
-    return StepModel(find_shape(settings.shape), find_device(settings.gpu), settings.tp, settings.dtype)
+    return StepModel(find_shape(settings.shape), find_device(settings.gpu), settings.tp, settings.dtype, settings.kv_dtype)
 
 
 def plan_seconds(model: StepModel, plan: Iterable[Scheduled]) -> float:

@@ -26,7 +26,8 @@ from disagg.front.readiness import Readiness
 from disagg.front.request_log import log_request
 from disagg.front.server import DoorServer
 from disagg.front.tracing import Tracing
-from disagg.perf.shapes import ModelShape, shape_from_config
+from disagg.perf.model_config import shape_from_config
+from disagg.perf.shapes import ModelShape
 from disagg.serving.coordinator import Coordinator
 from disagg.serving.pool import Pool
 

@@ -23,8 +23,9 @@ from disagg.launch.doctor import gpu_names
 from disagg.launch.placement import Host, Placed, place, worker_specs
 from disagg.models import resolve_model
 from disagg.perf.hardware import Dtype, find_device
-from disagg.perf.roofline import MemoryReport, placement_memory
-from disagg.perf.shapes import ModelShape, find_shape, shape_from_config
+from disagg.perf.memory import MemoryReport, placement_memory
+from disagg.perf.model_config import shape_from_config
+from disagg.perf.shapes import ModelShape, find_shape
 from disagg.types import Role
 
 DEFAULT_UTILIZATION = 0.9

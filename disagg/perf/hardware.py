@@ -1,15 +1,18 @@
-"""What one device can do: memory, bandwidth, peak FLOP/s, and the share of each that serving kernels reach. Pure data.
+"""What one device can do: memory, bandwidth, peak FLOP/s, and what serving kernels make of them. Pure data.
 
 Peaks are the vendors' dense figures (no sparsity), with fp32 accumulation. Memory is what the driver reports, not the marketing figure.
 
-Efficiencies of A100, H100 and H200 are medians over vLLM kernel timings published by AIConfigurator (NVIDIA, Apache-2.0; vLLM 0.24, for
-the A100 0.14): large bf16 and fp8 GEMMs, weight streaming at one token (bf16), prefill attention above 2 ms, decode attention over 0.4 GB
-of KV, the floor of one attention kernel, and the all-reduce of two to eight GPUs (its floor, and its bandwidth around 4 to 16 MB).
-`kernel_s` and `step_s` are assumptions: 2 us for each small kernel inside a CUDA graph, 1 ms of host work per step. The other GPUs take
-the typical values of those three (`_TYPICAL`), an assumption until somebody measures them.
+Kernel constants of A100, H100 and H200 are fits to vLLM kernel timings published by AIConfigurator (NVIDIA, Apache-2.0; vLLM 0.24, for
+the A100 0.14): `python -m bench.fit_kernels --tables DIR` prints them again. Those of RTX PRO 6000 and RTX 4090 are fits to layer timings
+of vLLM 0.28 published with LLMServingSim (MIT): gate/up, down and head products of Qwen3-32B and Llama-3.1-8B, decode attention, an
+all-reduce of two cards over PCIe; and whole steps of Llama-3.1-8B for `group_reads`. No serving run took part.
 
-`cpu` is one core with AMX, from our own runs of SmolLM2-135M under vLLM: prefill of 512 and 3,000 tokens in 0.36 and 3.6 s, 17 ms to
-read 269 MB of weights. Real memory per core differs from host to host: take the host's where it is known.
+B200 and L40S take the constants of their nearest kin (`_HOPPER`, `_GEFORCE`), an assumption until somebody measures them; so do int8 (as
+fp8) and int4 (4-bit weights widened to bf16 in the kernel, at the bf16 rate) everywhere. `step_s` and `request_s`, the engine's own work
+between two steps, are assumptions too: 1 ms, and 10 us for each sequence.
+
+`cpu` is one core of a 2-core AMD EPYC, from our own runs of SmolLM2-135M under vLLM 0.32 (docs/limits.md). Cores differ from host to
+host: `--gpu this-cpu` measures this one, and `disagg profile` measures a worker.
 """
 
 from __future__ import annotations
@@ -20,86 +23,181 @@ from typing import Literal
 
 from disagg.errors import ConfigError, nearest
 
-Dtype = Literal["bf16", "fp8"]
+Dtype = Literal["bf16", "fp8", "int8", "int4"]
 
 _TERA = 1e12
 _MIB = 1 << 20
 _GIB = 1 << 30
+_US = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Efficiency:
-    """Shares (0 to 1) of a device's peaks that kernels reach.
+class MatmulRate:
+    """Time of one product [tokens, k] x [k, n] with weights of one type.
 
-    `bf16`/`fp8`: large matrix products, of the peak FLOP/s of that type. `attention`: prefill attention, of the bf16 peak.
-    `weights`: reading weights at small batches, of bandwidth. `kv`: decode attention reading KV, of bandwidth.
+        floor_s + (arithmetic^sharpness + weights^sharpness)^(1 / sharpness) + activations
+        arithmetic   2 x tokens x k x n / (`flops` x `compute`)
+        weights      bytes of k x n weights / (bandwidth x `weights`)
+        activations  2 B x tokens x (k x `passes_in` + n x `passes_out`) / bandwidth: reading, writing and quantising them
+
+    `flops`: peak FLOP/s; `compute`, `weights`: shares reached by a large product. `sharpness`: how well the two overlap.
     """
 
-    bf16: float
-    fp8: float
-    attention: float
+    flops: float
+    compute: float
     weights: float
+    floor_s: float
+    sharpness: float
+    passes_in: float = 0.0
+    passes_out: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRate:
+    """Time of one layer's attention over a whole step.
+
+        floor_s + 4 x pairs x heads x head_dim / (bf16 FLOP/s x `compute`) + `passes` x prompt tokens x heads x head_dim x 4 B / bandwidth
+                + KV bytes of decoding contexts x (1 + `group_reads` x (heads per KV head - 1)) / (bandwidth x `kv`)
+                + `row_s` x decoding requests x heads
+
+    `group_reads`: FlashAttention 2, in mixed batches and in captured graphs, reads KV once for each query head, mostly from cache;
+    FlashAttention 3 packs the heads of a group (0).
+    """
+
+    floor_s: float
+    compute: float
     kv: float
+    row_s: float
+    passes: float
+    group_reads: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """All-reduce of x bytes over g devices: the quicker of two algorithms.
+
+    one shot   floor_s + rank_s x g + (g - 1) x / bandwidth
+    two shots  floor_s + rank_s x g + second_s + 2 (g - 1) / g x / bandwidth
+    """
+
+    floor_s: float
+    rank_s: float
+    second_s: float
+    bandwidth: float
+
+    def allreduce_s(self, num_bytes: float, ranks: int) -> float:
+        """Seconds; none for one rank."""
+        if ranks == 1:
+            return 0.0
+        floor_s = self.floor_s + self.rank_s * ranks
+        one = (ranks - 1) * num_bytes / self.bandwidth
+        two = self.second_s + 2 * (ranks - 1) / ranks * num_bytes / self.bandwidth
+        return floor_s + min(one, two)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """One GPU, or one CPU core with its share of the host.
 
-    `memory_bytes`; `bandwidth` in bytes/s; `bf16_flops`, `fp8_flops` in FLOP/s. `link_bandwidth`: bytes/s that one device sends in an
-    all-reduce, `link_latency_s`: floor of one all-reduce. `kernel_s`: floor of one kernel inside a step; `step_s`: fixed cost of a step
-    (scheduling, sampling, launch). `reserve_bytes`: taken by the runtime, graphs and activations beside weights and KV.
+    `memory_bytes`; `bandwidth` in bytes/s; `bf16_flops`, `fp8_flops` in FLOP/s. `kernel_s`: floor of one small kernel inside a step.
+    `step_s`, `request_s`: the engine's work for each step and for each sequence in it (scheduling, sampling, output).
+    `reserve_bytes`: taken by the runtime, graphs and activations beside weights and KV.
     """
 
     name: str
     memory_bytes: int
     bandwidth: float
-    bf16_flops: float
-    fp8_flops: float
-    efficiency: Efficiency
-    link_bandwidth: float
-    link_latency_s: float
-    kernel_s: float = 2e-6
-    attention_kernel_s: float = 12e-6
+    bf16: MatmulRate
+    fp8: MatmulRate
+    attention: AttentionRate
+    fabric: Fabric
+    kernel_s: float = 2.5e-6
     step_s: float = 1e-3
+    request_s: float = 10e-6
     reserve_bytes: int = 2 * _GIB
 
+    @property
+    def bf16_flops(self) -> float:
+        return self.bf16.flops
+
+    @property
+    def fp8_flops(self) -> float:
+        return self.fp8.flops
+
+    def rate(self, dtype: Dtype) -> MatmulRate:
+        """The products of weights of `dtype`. int4 weights are multiplied as bf16."""
+        return self.bf16 if dtype in ("bf16", "int4") else self.fp8
+
     def flops(self, dtype: Dtype) -> float:
-        """FLOP/s that matrix products of `dtype` weights reach on this device."""
-        return self.bf16_flops * self.efficiency.bf16 if dtype == "bf16" else self.fp8_flops * self.efficiency.fp8
+        """FLOP/s that large matrix products of `dtype` weights reach on this device."""
+        rate = self.rate(dtype)
+        return rate.flops * rate.compute
 
 
-_TYPICAL = Efficiency(bf16=0.77, fp8=0.60, attention=0.58, weights=0.78, kv=0.82)
-# bytes/s and seconds of an all-reduce
-_NVLINK4 = (300e9, 4.6e-6)
-_NVLINK3 = (180e9, 5.2e-6)
-_PCIE4 = (20e9, 20e-6)
-_PCIE5 = (40e9, 20e-6)
+_NVLINK3 = Fabric(4.73 * _US, 0.146 * _US, 6.3 * _US, 182e9)
+_NVLINK4 = Fabric(4.41 * _US, 0.049 * _US, 3.13 * _US, 310e9)
+_NVLINK5 = Fabric(4.41 * _US, 0.049 * _US, 3.13 * _US, 620e9)  # twice NVLink 4
+_PCIE5 = Fabric(13.0 * _US, 0.0, 2.0 * _US, 36e9)  # two cards: 13 us, 8.4 MB in 241 us
+_PCIE4 = Fabric(13.0 * _US, 0.0, 2.0 * _US, 18e9)  # half of it
+
+_HOPPER = AttentionRate(11.5 * _US, compute=0.681, kv=0.919, row_s=3.3e-9, passes=2.62)
+_FA2_GROUP = 0.26  # RTX PRO 6000: Llama-3.1-8B (4 heads per KV head) 1.7 to 1.8 times, Qwen3-32B (8) 2.6 to 3 times
+_GEFORCE = AttentionRate(12 * _US, compute=0.585, kv=0.89, row_s=3.3e-9, passes=3.17, group_reads=_FA2_GROUP)
 
 DEVICES: dict[str, Device] = {
     d.name: d
     for d in (
         # The A100 has no fp8 units: fp8 weights are widened and multiplied at bf16 speed.
         Device(
-            "a100", 81920 * _MIB, 2.04e12, 312 * _TERA, 312 * _TERA,
-            Efficiency(bf16=0.90, fp8=0.85, attention=0.54, weights=0.72, kv=0.75), *_NVLINK3, attention_kernel_s=18e-6,
+            "a100", 81920 * _MIB, 2.04e12,
+            MatmulRate(312 * _TERA, 0.957, 0.750, 5.41 * _US, 1.96, 2.96, 1.83),
+            MatmulRate(312 * _TERA, 0.900, 0.700, 5.41 * _US, 1.96, 2.96, 1.83),
+            AttentionRate(17.8 * _US, compute=0.585, kv=0.743, row_s=4.55e-9, passes=3.17, group_reads=_FA2_GROUP),
+            _NVLINK3,
         ),
         Device(
-            "h100", 81559 * _MIB, 3.35e12, 989 * _TERA, 1979 * _TERA,
-            Efficiency(bf16=0.77, fp8=0.58, attention=0.59, weights=0.84, kv=0.86), *_NVLINK4,
+            "h100", 81559 * _MIB, 3.35e12,
+            MatmulRate(989 * _TERA, 0.830, 0.864, 3.68 * _US, 3.78, 0.06, 0.55),
+            MatmulRate(1979 * _TERA, 0.772, 0.831, 6.35 * _US, 3.86, 4.80, 0.86),
+            _HOPPER, _NVLINK4,
         ),
         Device(
-            "h200", 143771 * _MIB, 4.8e12, 989 * _TERA, 1979 * _TERA,
-            Efficiency(bf16=0.75, fp8=0.65, attention=0.58, weights=0.78, kv=0.82), *_NVLINK4,
+            "h200", 143771 * _MIB, 4.8e12,
+            MatmulRate(989 * _TERA, 0.804, 0.830, 4.0 * _US, 4.86, 0.00, 0.42),
+            MatmulRate(1979 * _TERA, 0.910, 0.794, 6.81 * _US, 3.19, 7.29, 1.26),
+            AttentionRate(11.5 * _US, compute=0.672, kv=0.877, row_s=3.41e-9, passes=3.63), _NVLINK4,
         ),
-        Device("b200", 183359 * _MIB, 8.0e12, 2250 * _TERA, 4500 * _TERA, _TYPICAL, 600e9, 4.6e-6),
-        Device("l40s", 46068 * _MIB, 864e9, 362 * _TERA, 733 * _TERA, _TYPICAL, *_PCIE4),
-        Device("rtx-4090", 24564 * _MIB, 1008e9, 165.2 * _TERA, 330.3 * _TERA, _TYPICAL, *_PCIE4),
-        Device("rtx-pro-6000", 97887 * _MIB, 1792e9, 503.8 * _TERA, 1007.6 * _TERA, _TYPICAL, *_PCIE5),
         Device(
-            "cpu", 16 * _GIB, 15.8e9, 0.45 * _TERA, 0.45 * _TERA,
-            Efficiency(bf16=0.80, fp8=0.80, attention=0.385, weights=1.0, kv=0.80), 5e9, 50e-6,
-            kernel_s=4e-6, attention_kernel_s=20e-6, step_s=1e-3, reserve_bytes=_GIB,
+            "b200", 183359 * _MIB, 8.0e12,
+            MatmulRate(2250 * _TERA, 0.75, 0.83, 4.0 * _US, 4.0, 0.06, 0.5),
+            MatmulRate(4500 * _TERA, 0.75, 0.80, 6.5 * _US, 3.5, 4.8, 0.9),
+            _HOPPER, _NVLINK5,
+        ),
+        Device(
+            "l40s", 46068 * _MIB, 864e9,
+            MatmulRate(362 * _TERA, 0.80, 0.906, 4.0 * _US, 2.49, 0.0, 0.17),
+            MatmulRate(733 * _TERA, 0.75, 0.90, 6.5 * _US, 4.0, 4.8, 0.9),
+            _GEFORCE, _PCIE4,
+        ),
+        Device(
+            "rtx-4090", 24564 * _MIB, 1008e9,
+            MatmulRate(165.2 * _TERA, 1.0, 0.906, 4.0 * _US, 2.49, 0.0, 0.17),
+            MatmulRate(330.3 * _TERA, 0.90, 0.90, 6.5 * _US, 4.0, 4.8, 0.9),
+            _GEFORCE, _PCIE4,
+        ),
+        # The Server Edition's memory clock gives 1,598 GB/s; the Workstation Edition's 1,792.
+        Device(
+            "rtx-pro-6000", 97887 * _MIB, 1598e9,
+            MatmulRate(503.8 * _TERA, 0.81, 0.908, 4.0 * _US, 2.09, 0.0, 0.98),
+            MatmulRate(1007.6 * _TERA, 0.70, 0.90, 6.5 * _US, 4.0, 4.8, 0.9),
+            _GEFORCE, _PCIE5,
+        ),
+        Device(
+            "cpu", 16 * _GIB, 15.8e9,
+            MatmulRate(0.45 * _TERA, 0.80, 1.0, 4 * _US, 4.0),
+            MatmulRate(0.45 * _TERA, 0.80, 1.0, 4 * _US, 4.0),
+            AttentionRate(20 * _US, compute=0.385, kv=0.80, row_s=0.0, passes=0.0), Fabric(50 * _US, 0.0, 0.0, 5e9),
+            kernel_s=4e-6, reserve_bytes=_GIB,
         ),
     )
 }  # fmt: skip

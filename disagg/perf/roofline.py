@@ -1,30 +1,34 @@
-"""How long an engine's step takes and what fits a device, from first principles. Pure.
+"""How long an engine's step takes, from first principles and measured kernels. Pure.
 
-The roofline of Williams, Waterman and Patterson (2009), with two roofs per step: arithmetic and memory traffic.
-A step runs some prefill tokens and some decode tokens together, as vLLM's chunked prefill does:
+The roofline of Williams, Waterman and Patterson (2009), for each kernel of a step; a step runs some prompt tokens and some decode tokens
+together, as vLLM's chunked prefill does:
 
-    linear    = max(2 x active params x tokens / FLOP/s,  weight bytes touched / bandwidth)
-    head      = max(2 x vocab x hidden x sampled / FLOP/s,  vocab x hidden x 2 B / bandwidth)
-    attention = 4 x layers x heads x head_dim x sum(pairs) / FLOP/s    for prefill (pairs: (query, key) pairs under the causal mask)
-              + KV bytes of the decoded contexts / bandwidth           for decode
-    allreduce = 2 x layers x (latency + 2 (tp - 1) / tp x tokens x hidden x 2 B / link bandwidth)
-    fixed     = layers x (attention kernel + 8 small kernels) + step overhead
+    step      = layers x (products + attention + small kernels + 2 all-reduces) + head + host
+    products  = those of the layer's weight matrices at the step's number of tokens         (hardware.MatmulRate)
+    attention = prompt attention + KV reads of the decoding contexts                        (hardware.AttentionRate)
+    small     = 5 kernels (two norms, rope, KV write, activation), their floors and traffic
+    head      = the output projection of the sampled rows, and four passes of sampling over fp32 logits
+    host      = step_s + request_s x sequences
 
-Peaks are multiplied by the efficiencies in hardware.py. Tensor parallelism divides FLOPs and bytes. Times are seconds.
+FLOPs of a prompt are 2 x parameters x tokens (Kaplan et al. 2020, section 2.1), plus attention: 4 x layers x heads x head_dim for each
+(query, key) pair under the causal mask. (A formula in circulation, 2 x tokens x hidden x layers, drops the factor of parameters per
+layer and hidden dimension, about 12 x hidden.) Tensor parallelism gives each device its part of every matrix and of the heads; norms are
+computed on all. A mixture of experts reads the experts that any token picked, and pads each one's rows to a tile. Times are seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from disagg.errors import ConfigError
-from disagg.perf.hardware import Device, Dtype
-from disagg.perf.shapes import ModelShape
+from disagg.perf.hardware import Device, Dtype, MatmulRate
+from disagg.perf.memory import check_tp, rank_kv_bytes_per_token
+from disagg.perf.shapes import DTYPE_BYTES, ModelShape
 
-_SMALL_KERNELS = 8  # per layer, beside attention: two norms, rope, KV write, activation, and the launch floors of the matrix products
-_TP_DEGREES = (1, 2, 4, 8, 16, 32)
+_SMALL_KERNELS = 5
+_TILE_ROWS = 16  # of a grouped product: an expert's rows are padded to it
+_REMEMBERED = 1 << 16  # step sizes whose products are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,34 @@ class PrefillChunk:
         return self.num_tokens * (self.num_cached_tokens + (self.num_tokens + 1) / 2)
 
 
+@dataclass(frozen=True, slots=True)
+class _Matmul:
+    """`count` products [tokens, k] x [k, n], as affine parts in the number of tokens (hardware.MatmulRate says how they add up)."""
+
+    count: int
+    token_s: float  # arithmetic of one token
+    weights_s: float  # reading the weights
+    activations_s: float  # moving one token's activations
+    floor_s: float
+    sharpness: float
+
+    def seconds(self, tokens: float) -> float:
+        p = self.sharpness
+        work: float = ((tokens * self.token_s) ** p + self.weights_s**p) ** (1 / p)
+        return self.count * (self.floor_s + work + tokens * self.activations_s)
+
+
+def _matmul(rate: MatmulRate, bandwidth: float, width_bytes: float, n: int, k: int, count: int = 1) -> _Matmul:
+    return _Matmul(
+        count=count,
+        token_s=2 * n * k / (rate.flops * rate.compute),
+        weights_s=n * k * width_bytes / (bandwidth * rate.weights),
+        activations_s=2 * (k * rate.passes_in + n * rate.passes_out) / bandwidth,
+        floor_s=rate.floor_s,
+        sharpness=rate.sharpness,
+    )
+
+
 @dataclass(frozen=True)
 class StepModel:
     """Step times of one model on `tp` equal devices. `dtype`: weights and matrix products; `kv_dtype`: the KV cache."""
@@ -49,6 +81,7 @@ class StepModel:
     tp: int = 1
     dtype: Dtype = "bf16"
     kv_dtype: Dtype = "bf16"
+    _layers_s: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_tp(self.shape, self.tp)
@@ -57,16 +90,18 @@ class StepModel:
         """Seconds of one engine step.
 
         chunks: prefill chunks in it. num_decodes: requests that decode one token each. decode_context_tokens: sum of their contexts.
-        An empty step takes no time.
+        Affine in the latter. An empty step takes no time.
         """
-        num_tokens = num_decodes + sum(c.num_tokens for c in chunks)
+        num_prompt = sum([c.num_tokens for c in chunks])
+        num_tokens = num_decodes + num_prompt
         if num_tokens == 0:
             return 0.0
-        pairs = sum(c.attention_pairs for c in chunks)
-        linear = max(num_tokens * self._linear_s_per_token, self._weights_s(num_tokens))
-        head = max((num_decodes + len(chunks)) * self._head_s_per_token, self._head_weights_s)
-        attention = pairs * self._attention_s_per_pair + decode_context_tokens * self._kv_s_per_token
-        return linear + head + attention + self._allreduce_s(num_tokens) + self._fixed_s
+        attention = decode_context_tokens * self._context_s + num_decodes * self._row_s
+        if chunks:
+            pairs = sum([c.attention_pairs for c in chunks])
+            attention += pairs * self._pair_s + num_prompt * self._prompt_token_s
+        sequences = num_decodes + len(chunks)
+        return self.layers_s(num_tokens) + attention + self.head_s(sequences) + self.host_s(sequences)
 
     def prefill_s(self, num_tokens: int, num_cached_tokens: int = 0, max_num_batched_tokens: int | None = None) -> float:
         """Seconds to prefill one prompt alone: `num_tokens` in all, of which the first `num_cached_tokens` are cached, in chunks."""
@@ -78,136 +113,100 @@ class StepModel:
         """Seconds of one decode step of `batch` requests whose contexts sum to `context_tokens`."""
         return self.step_s((), batch, context_tokens)
 
-    @cached_property
-    def _flops(self) -> float:
-        return self.device.flops(self.dtype) * self.tp
+    def layers_s(self, num_tokens: int) -> float:
+        """All layers' products, small kernels, attention floors and all-reduces for `num_tokens` tokens."""
+        known = self._layers_s.get(num_tokens)
+        if known is not None:
+            return known
+        seconds = sum(m.seconds(num_tokens) for m in self._dense_matmuls) + self._experts_s(num_tokens)
+        seconds += self.shape.num_layers * (self.device.attention.floor_s + self._small_s(num_tokens))
+        allreduce_s = self.device.fabric.allreduce_s(num_tokens * self.shape.hidden * 2, self.tp)
+        seconds += 2 * self.shape.num_layers * allreduce_s
+        if len(self._layers_s) < _REMEMBERED:
+            self._layers_s[num_tokens] = seconds
+        return seconds
+
+    def head_s(self, rows: int) -> float:
+        """The output projection of `rows` sampled positions, gathering their logits, and sampling."""
+        logits = rows * self.shape.vocab
+        gather = self.device.fabric.allreduce_s(logits * 2, self.tp) / 2
+        return self._head.seconds(rows) + gather + 4 * 4 * logits / self.device.bandwidth
+
+    def host_s(self, sequences: int) -> float:
+        """The engine's own work for a step of so many sequences."""
+        return self.device.step_s + self.device.request_s * sequences
 
     @cached_property
-    def _linear_s_per_token(self) -> float:
-        return 2 * self.shape.active_params / self._flops
+    def _dense_matmuls(self) -> list[_Matmul]:
+        """Products of all layers that every token takes part in."""
+        shape, tp = self.shape, self.tp
+        plain_layers = shape.dense_layers if shape.num_experts else shape.num_layers
+        plain_width = shape.dense_intermediate if shape.num_experts else shape.intermediate
+        kinds = [(n, k, shape.num_layers) for n, k in shape.attention_matmuls(tp)]
+        kinds += [(n, k, plain_layers) for n, k in shape.mlp_matmuls(plain_width, tp) if plain_layers]
+        made = [self._product(n, k, count) for n, k, count in kinds]
+        if shape.num_experts:
+            bf16 = self.device.bf16  # routers are not quantised
+            made.append(_matmul(bf16, self.device.bandwidth, 2, shape.num_experts, shape.hidden, shape.moe_layers))
+            made += [self._product(n, k, shape.moe_layers) for n, k in shape.mlp_matmuls(shape.shared_intermediate, tp)]
+        return made
+
+    def _product(self, n: int, k: int, count: int) -> _Matmul:
+        return _matmul(self.device.rate(self.dtype), self.device.bandwidth, DTYPE_BYTES[self.dtype], n, k, count)
 
     @cached_property
-    def _weights_bandwidth(self) -> float:
-        return self.device.bandwidth * self.device.efficiency.weights * self.tp
+    def _expert_matmuls(self) -> list[_Matmul]:
+        """The products of one expert."""
+        return [self._product(n, k, self.shape.moe_layers) for n, k in self.shape.mlp_matmuls(self.shape.intermediate, self.tp)]
 
-    @cached_property
-    def _dense_weights_s(self) -> float:
-        return self.shape.touched_weight_bytes(0, self.dtype) / self._weights_bandwidth
-
-    def _weights_s(self, num_tokens: int) -> float:
-        if not self.shape.num_experts:
-            return self._dense_weights_s
-        return self.shape.touched_weight_bytes(num_tokens, self.dtype) / self._weights_bandwidth
-
-    @cached_property
-    def _head_s_per_token(self) -> float:
-        return 2 * self.shape.head_params / (self.device.flops("bf16") * self.tp)
-
-    @cached_property
-    def _head_weights_s(self) -> float:
-        return 2 * self.shape.head_params / self._weights_bandwidth
-
-    @cached_property
-    def _attention_s_per_pair(self) -> float:
-        flops_per_pair = 4 * self.shape.num_layers * self.shape.num_heads * self.shape.head_dim
-        return flops_per_pair / (self.device.bf16_flops * self.device.efficiency.attention * self.tp)
-
-    @cached_property
-    def _kv_s_per_token(self) -> float:
-        num_bytes = rank_kv_bytes_per_token(self.shape, self.tp, self.kv_dtype)
-        return num_bytes / (self.device.bandwidth * self.device.efficiency.kv)
-
-    @cached_property
-    def _fixed_s(self) -> float:
-        per_layer = self.device.attention_kernel_s + _SMALL_KERNELS * self.device.kernel_s
-        return self.shape.num_layers * per_layer + self.device.step_s
-
-    def _allreduce_s(self, num_tokens: int) -> float:
-        """Two all-reduces per layer (after attention and after the MLP) of a [tokens, hidden] bf16 tensor."""
-        if self.tp == 1:
+    def _experts_s(self, num_tokens: int) -> float:
+        shape = self.shape
+        if not shape.num_experts:
             return 0.0
-        sent = 2 * (self.tp - 1) / self.tp * num_tokens * self.shape.hidden * 2
-        return 2 * self.shape.num_layers * (self.device.link_latency_s + sent / self.device.link_bandwidth)
+        touched = shape.num_experts * shape.touched_share(num_tokens)
+        rows = num_tokens * shape.experts_per_token
+        padded = max(rows + touched * (_TILE_ROWS - 1) / 2, touched)
+        seconds = 0.0
+        for m in self._expert_matmuls:
+            p = m.sharpness
+            work = ((padded * m.token_s) ** p + (touched * m.weights_s) ** p) ** (1 / p)
+            seconds += m.count * (m.floor_s + work + rows * m.activations_s)
+        # Choosing, sorting and summing: four small kernels, and each row is moved there and back.
+        moved = 4 * rows * shape.hidden / self.device.bandwidth
+        return seconds + shape.moe_layers * (4 * self.device.kernel_s + moved)
 
+    def _small_s(self, num_tokens: int) -> float:
+        """Norms, rope, KV write and activation of one layer: floors, and 2 B for each number read or written."""
+        shape = self.shape
+        width = shape.intermediate * shape.experts_per_token if shape.num_experts else shape.intermediate
+        heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        moved = 2 * (8 * shape.hidden + (3 * (width + shape.shared_intermediate) + 3 * heads) / self.tp)
+        return _SMALL_KERNELS * self.device.kernel_s + num_tokens * moved / self.device.bandwidth
 
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """What one device of a worker holds. Bytes are per device; tokens are per worker.
+    @cached_property
+    def _head(self) -> _Matmul:
+        return _matmul(self.device.bf16, self.device.bandwidth, 2, -(-self.shape.vocab // self.tp), self.shape.hidden)
 
-    `kv_tokens`: tokens that the KV cache holds (0 when the weights alone are too much). `fits`: weights fit and the KV cache holds at least
-    the tokens asked for. `needed_tp`: the smallest tensor-parallel degree that fits on such devices, None when none does.
-    """
+    @cached_property
+    def _pair_s(self) -> float:
+        flops = 2 * self.shape.num_layers * self.shape.pair_dims
+        return flops / (self.device.bf16_flops * self.device.attention.compute * self.tp)
 
-    weights_bytes: int
-    budget_bytes: int
-    kv_bytes_per_token: int
-    kv_tokens: int
-    fits: bool
-    needed_tp: int | None
+    @cached_property
+    def _prompt_token_s(self) -> float:
+        heads_dim = self.shape.num_heads * self.shape.head_dim
+        return self.shape.num_layers * 4 * heads_dim * self.device.attention.passes / (self.device.bandwidth * self.tp)
 
+    @cached_property
+    def _context_s(self) -> float:
+        """One token of context that a decoding request reads. With MLA the arithmetic may be more than the read."""
+        rate = self.device.attention
+        read = rank_kv_bytes_per_token(self.shape, self.tp, self.kv_dtype) / (self.device.bandwidth * rate.kv)
+        if self.shape.mla is None:
+            return read * (1 + rate.group_reads * (self.shape.num_heads // self.shape.num_kv_heads - 1))
+        flops = 2 * self.shape.num_layers * self.shape.decode_pair_dims / self.tp
+        return max(read, flops / (self.device.bf16_flops * rate.compute))
 
-def check_tp(shape: ModelShape, tp: int) -> None:
-    """Raises ConfigError when the heads of `shape` cannot be divided over `tp` devices."""
-    if tp < 1 or not _tp_is_valid(shape, tp):
-        degrees = [d for d in range(1, shape.num_heads + 1) if _tp_is_valid(shape, d)]
-        expected = f"a degree that divides {shape.num_heads} heads and {shape.num_kv_heads} KV heads of {shape.name}: {degrees}"
-        raise ConfigError(key="tp", value=tp, expected=expected)
-
-
-def _tp_is_valid(shape: ModelShape, tp: int) -> bool:
-    return shape.num_heads % tp == 0 and (shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0)
-
-
-def rank_kv_bytes_per_token(shape: ModelShape, tp: int, kv_dtype: Dtype = "bf16") -> int:
-    """KV bytes of one token on one device; KV heads are replicated where there are more devices than heads."""
-    return shape.kv_bytes_per_token(kv_dtype) // shape.num_kv_heads * max(1, shape.num_kv_heads // tp)
-
-
-def kv_capacity_tokens(
-    shape: ModelShape, device: Device, tp: int = 1, dtype: Dtype = "bf16", utilization: float = 0.9, kv_dtype: Dtype = "bf16"
-) -> int:
-    """Tokens of KV that `tp` devices hold beside the weights: (memory x utilization - weights - reserve) / KV bytes per token.
-
-    `utilization`: vLLM's gpu_memory_utilization. Never negative.
-    """
-    check_tp(shape, tp)
-    room = int(device.memory_bytes * utilization) - device.reserve_bytes - -(-shape.weight_bytes(dtype) // tp)
-    return max(0, room // rank_kv_bytes_per_token(shape, tp, kv_dtype))
-
-
-def fits(
-    shape: ModelShape,
-    device: Device,
-    tp: int = 1,
-    dtype: Dtype = "bf16",
-    utilization: float = 0.9,
-    min_kv_tokens: int = 1,
-    kv_dtype: Dtype = "bf16",
-) -> bool:
-    """True when weights and at least `min_kv_tokens` tokens of KV fit (use the longest request that must be served)."""
-    return kv_capacity_tokens(shape, device, tp, dtype, utilization, kv_dtype) >= min_kv_tokens
-
-
-def placement_memory(
-    shape: ModelShape,
-    device: Device,
-    tp: int = 1,
-    dtype: Dtype = "bf16",
-    utilization: float = 0.9,
-    min_kv_tokens: int = 1,
-    kv_dtype: Dtype = "bf16",
-) -> MemoryReport:
-    """Whether a worker of `tp` devices holds `shape`, and what would. `min_kv_tokens`: usually max_model_len.
-
-    Raises ConfigError for a `tp` that the heads cannot be divided over.
-    """
-    check_tp(shape, tp)
-    degrees = [d for d in _TP_DEGREES if _tp_is_valid(shape, d)]
-    return MemoryReport(
-        weights_bytes=-(-shape.weight_bytes(dtype) // tp),
-        budget_bytes=int(device.memory_bytes * utilization),
-        kv_bytes_per_token=rank_kv_bytes_per_token(shape, tp, kv_dtype),
-        kv_tokens=kv_capacity_tokens(shape, device, tp, dtype, utilization, kv_dtype),
-        fits=fits(shape, device, tp, dtype, utilization, min_kv_tokens, kv_dtype),
-        needed_tp=next((d for d in degrees if fits(shape, device, d, dtype, utilization, min_kv_tokens, kv_dtype)), None),
-    )
+    @cached_property
+    def _row_s(self) -> float:
+        return self.device.attention.row_s * self.shape.num_layers * self.shape.num_heads / self.tp

@@ -6,8 +6,10 @@ import pytest
 
 from disagg.errors import ConfigError
 from disagg.perf.hardware import DEVICES, find_device
-from disagg.perf.roofline import PrefillChunk, StepModel, fits, kv_capacity_tokens, placement_memory
-from disagg.perf.shapes import SHAPES, find_shape, shape_from_config
+from disagg.perf.memory import fits, kv_capacity_tokens, placement_memory
+from disagg.perf.model_config import shape_from_config
+from disagg.perf.roofline import PrefillChunk, StepModel
+from disagg.perf.shapes import SHAPES, find_shape
 
 
 def step_model(shape: str = "llama-3.1-70b", device: str = "h100", tp: int = 4, dtype: str = "bf16") -> StepModel:
@@ -38,7 +40,7 @@ def test_an_unknown_device_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'h100'\?"):
         find_device("h1000")
     with pytest.raises(ConfigError, match=r"did you mean 'llama-3\.1-70b'"):
-        find_shape("llama-3-70b")
+        find_shape("llama-3.1-71b")
 
 
 @pytest.mark.parametrize(
@@ -71,17 +73,18 @@ def test_weights_of_70b() -> None:
 def test_shape_from_a_config_file() -> None:
     smollm2 = {
         "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
-        "tie_word_embeddings": True, "vocab_size": 49152, "head_dim": None,
+        "tie_word_embeddings": True, "vocab_size": 49152, "head_dim": None, "max_position_embeddings": 8192,
     }  # fmt: skip
     assert shape_from_config(smollm2, "smollm2-135m") == SHAPES["smollm2-135m"]
     mixtral = {
         "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
-        "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 32768,
     }  # fmt: skip
     assert shape_from_config(mixtral, "mixtral-8x7b") == SHAPES["mixtral-8x7b"]
     qwen = {
         "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_attention_heads": 32, "num_hidden_layers": 48,
         "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
+        "max_position_embeddings": 40960,
     }  # fmt: skip
     assert shape_from_config(qwen, "qwen3-30b-a3b") == SHAPES["qwen3-30b-a3b"]
 
