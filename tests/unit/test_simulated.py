@@ -405,7 +405,7 @@ async def test_a_fault_inside_a_step_kills_the_engine_loudly(caplog: pytest.LogC
         ({"kv_cache_tokens": 15}, "simulated.kv_cache_tokens", "one block"),
         ({"eos_token_id": 32000}, "simulated.eos_token_id", "below vocab_size"),
         ({"gpu": "h1000"}, "gpu", "h100"),
-        ({"shape": "llama-3.1"}, "shape", "llama-3.1-"),
+        ({"shape": "llama-3.1-71b"}, "shape", "llama-3.1-70b"),
         ({"tp": 3, "kv_bytes_per_token": 63}, "tp", r"\[1, 2, 4, 8"),
     ],
 )
