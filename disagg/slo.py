@@ -75,11 +75,16 @@ def percentile(samples: Sequence[float], percent: float) -> float | None:
     return _sorted_percentile(sorted(samples), percent)
 
 
+def enough(count: int, percent: float) -> bool:
+    """Whether `count` samples are enough for that percentile (see percentile)."""
+    return count * (100 - percent) >= 100 - 1e-6
+
+
 def _sorted_percentile(ordered: Sequence[float], percent: float) -> float | None:
     if not 0 < percent < 100:
         raise ValueError(f"percent: got {percent}, expected above 0 and below 100")
     count = len(ordered)
-    if count * (100 - percent) < 100 - 1e-6:
+    if not enough(count, percent):
         return None
     position = (count - 1) * percent / 100
     below = math.floor(position)

@@ -30,6 +30,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from disagg import slo
+from disagg.ab.measures import row_meets
 from disagg.ab.rows import Row, span_s
 from disagg.config import SloClass
 from disagg.errors import ConfigError
@@ -190,7 +191,8 @@ class RepeatedRound(_Strict):
 
 
 class ComparisonReport(_Strict):
-    """One measure of two arms. `low`/`high`: 95 % interval of first minus second. `better`: an arm; null when no difference is shown.
+    """One measure of two arms. `low`/`high`: interval of first minus second, at 95 % for all measures of the
+    verdict together, null where there is none. `better`: an arm; null when no difference is shown.
 
     `arms` and `values`: first, second. `slo_class`: null for all requests together; a class's own show whom the choice helps and whom it
     costs. `rate_rps`: the point it was taken from, null for schema 1.
@@ -201,8 +203,8 @@ class ComparisonReport(_Strict):
     unit: str
     arms: tuple[str, str]
     values: tuple[float, float]
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     better: str | None
     rate_rps: float | None = None
 
@@ -257,11 +259,6 @@ def read_result(path: Path) -> Result:
         raise ConfigError(f"{path}: {error.strerror}", key=str(path), expected="a result.json") from error
     except (ValidationError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a result.json of schema {SCHEMA}: {error}", key=str(path), expected="a result.json") from error
-
-
-def row_meets(row: Row, slo_class: SloClass) -> bool:
-    """Whether a request finished whole inside its class."""
-    return slo.meets(whole=row.is_whole, ttft=row.ttft_s, tpot=row.tpot_s, ttft_target=slo_class.ttft_s, tpot_target=slo_class.tpot_s)
 
 
 def arm_figures(rows: Sequence[Row], classes: Sequence[SloClass], mean_in_flight: Sequence[float] | None) -> ArmFigures:
