@@ -224,7 +224,7 @@ async def _stop_accepting(carrier: Carrier) -> None:
 
     A process that dies has no such connections; a worker killed inside a living process would leave its peer waiting.
     """
-    inner = getattr(carrier, "_inner", carrier)  # of a SlowCarrier
+    inner = getattr(carrier, "_inner", getattr(carrier, "inner", carrier))  # of a SlowCarrier or a fault injector
     for server in getattr(inner, "_servers", []):
         for listener in server.sockets if isinstance(server, asyncio.Server) else ():
             asyncio.get_running_loop().remove_reader(listener.fileno())
@@ -241,7 +241,7 @@ async def cluster(
     check_empty: bool = True,
     **shape: Any,
 ) -> AsyncIterator[Cluster]:
-    """A running cluster. `shape`: the keywords of `sim_topology`. `wrap_carrier` puts a fault injector around each carrier.
+    """A running cluster. `shape`: the keywords of `sim_topology`. `wrap_carrier` puts a fault injector around (or instead of) each carrier.
 
     Leaving without an exception asserts that nothing is left behind.
     """
@@ -251,7 +251,7 @@ async def cluster(
     c = Cluster(topology, pool, Coordinator(pool, topology, model))
     plain = start.make_carriers
     if wrap_carrier is not None:
-        start.make_carriers = lambda t, h: {n: wrap_carrier(k) for n, k in plain(t, h).items()}
+        start.make_carriers = lambda t, h: {k.name: k for k in map(wrap_carrier, plain(t, h).values())}
     try:
         if start_workers:
             for role, settings in topology.active_pools().items():
