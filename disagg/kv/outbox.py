@@ -115,9 +115,13 @@ class Outbox:
             self._end(entry, "released")
 
     def renew(self, owner: str = "") -> None:
-        """The owner lives: its running leases start again."""
+        """The owner lives: its running leases start again.
+
+        Not that of an entry whose reader has left without an acknowledgement: nobody reads a transfer twice. Either its reader failed and
+        the owner releases it, or the acknowledgement was lost and nobody ever will.
+        """
         for entry in self._entries.values():
-            if entry.owner == owner and entry.transfer_id in self._leases:
+            if entry.owner == owner and not entry.was_read and entry.transfer_id in self._leases:
                 self._leases.start(entry.transfer_id)
 
     @contextlib.contextmanager
@@ -202,6 +206,7 @@ class Outbox:
                 self._early.pop(reader.pull.transfer_id, None)
             return
         entry.readers.discard(reader)
+        entry.was_read = True
         self._settle(entry)
 
     def _acknowledge(self, entry: _Entry) -> None:
@@ -224,6 +229,7 @@ class _Entry:
         self.coverage = Coverage(outbox.layout, transfer.num_tokens)
         self.writer_ended = False
         self.ended: str | None = None
+        self.was_read = False  # a reader has left
         self.readers: set[Reader] = set()
         self._outbox = outbox
 

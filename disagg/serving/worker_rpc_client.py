@@ -136,7 +136,11 @@ class RemoteWorker:
 
     async def release(self, transfer: Transfer) -> None:
         call = pb.ReleaseCall(gateway_id=self._gateway_id, transfer=wire.transfer_to_wire(transfer))
-        await self._unary(self._stub.Release, call, CONTROL_TIMEOUT_S)
+        try:
+            await self._unary(self._stub.Release, call, CONTROL_TIMEOUT_S)
+        except DeadlineError as error:  # this gateway's heartbeats would keep the entry for ever
+            self.lose(f"it does not answer a release: {error.message}")
+            raise self._lost_error() from error
 
     def decode(self, request: Request, prefilled: Prefilled, transfer: Transfer) -> RemoteChunks:
         """Starts at the call, not at the first iteration: the worker decodes while the caller hands the first token on."""

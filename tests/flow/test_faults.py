@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -76,10 +74,10 @@ async def test_a_region_that_is_not_freed_is_found(monkeypatch: pytest.MonkeyPat
 
 async def test_a_descriptor_that_is_not_closed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.fault_runs.SETTLE_S", 0.5)
-    held: list[Any] = []
+    held: list[int] = []
     async with fault_runs("loopback", SEED) as runs:
-        held += [Path("/dev/null").open() for _ in range(20)]
+        held += [os.open("/dev/null", os.O_RDONLY) for _ in range(20)]
         await runs.run(_flip())
     for file in held:
-        file.close()
+        os.close(file)
     assert any("file descriptors" in problem for problem in runs.summary.problems)

@@ -146,6 +146,22 @@ async def test_an_owner_renews_its_leases() -> None:
         assert r.outbox.counters.expired == 1
 
 
+async def test_a_lost_acknowledgement_leaves_nothing_though_the_owner_renews() -> None:
+    async with rig("loopback", lease_s=0.2) as r:
+        transfer = r.transfer(40)
+        await r.write(transfer)
+        with r.outbox.reader(pull_request(transfer)) as reader:
+            while not isinstance(await reader.next(), End):
+                pass
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        while loop.time() < start_s + 10 and r.outbox.counters.expired == 0:
+            r.outbox.renew()
+            await asyncio.sleep(0.02)
+        assert r.outbox.counters.expired == 1
+        await r.assert_empty()
+
+
 async def test_an_engine_that_reads_keeps_the_bytes_after_a_release() -> None:
     async with rig("loopback") as r:
         transfer = r.transfer(40)
