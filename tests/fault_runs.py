@@ -12,6 +12,7 @@ A run is named by carrier, seed and number, and can be repeated alone. Its fault
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import random
 import time
@@ -41,7 +42,7 @@ SILENCE_S = 1.0  # instead of 15 s: a run with a silent peer should not take tha
 HEARTBEAT_S = 0.2
 SLACK_S = 5.0  # how late after its deadline a request may end before it counts as hanging; this machine is shared
 SETTLE_S = 25.0  # gRPC lets go of a connection that stands but says nothing sensible after 10 s
-SPARE_DESCRIPTORS = 6  # gRPC opens and closes connections when it likes
+SPARE = 10  # descriptors and tasks: gRPC opens and closes connections when it likes
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +141,7 @@ class FaultRuns:
     def __init__(self, c: Cluster, summary: Summary) -> None:
         self.cluster = c
         self.summary = summary
-        self._num_descriptors = 0
-        self._num_tasks = 0
+        self._open: Counter[str] = Counter()
 
     async def warm(self) -> None:
         """Let every pair of workers meet, and note what is open then."""
@@ -156,7 +156,7 @@ class FaultRuns:
         await c.ask_right(c.request(100, 3))
         await c.settle()
         await asyncio.sleep(2 * HEARTBEAT_S)
-        self._num_descriptors, self._num_tasks = _num_descriptors(), len(asyncio.all_tasks())
+        self._open = _open()
 
     async def run(self, scene: Scene) -> None:
         """One run; every breach becomes a problem of the summary."""
@@ -242,13 +242,12 @@ class FaultRuns:
             await asyncio.sleep(0.1)
         if more:
             self._problem(scene, f"left behind: {more}")
-            self._num_descriptors, self._num_tasks = _num_descriptors(), len(asyncio.all_tasks())
+            self._open = _open()
 
     def _surplus(self) -> str:
-        descriptors, tasks = _num_descriptors() - self._num_descriptors, len(asyncio.all_tasks()) - self._num_tasks
-        if descriptors <= SPARE_DESCRIPTORS and tasks <= SPARE_DESCRIPTORS:
-            return ""
-        return f"{descriptors} file descriptors and {tasks} tasks more than at the start"
+        """What is open beyond what was open after the warm-up, or nothing."""
+        more = _open() - self._open
+        return f"open beside what was at the start: {dict(more)}" if more.total() > SPARE else ""
 
     def _problem(self, scene: Scene, what: str) -> None:
         self.summary.problems.append(f"{self.summary.carrier} seed {self.summary.seed}: {what} ({scene})")
@@ -319,18 +318,25 @@ async def fault_runs(carrier: str, seed: int) -> AsyncIterator[FaultRuns]:
     engine = {"speed": 200, "max_num_batched_tokens": CHUNK_TOKENS, "kv_cache_tokens": 1 << 15}
     async with cluster(wrap_carrier=wrap, box_bytes=1 << 20, **shape, **engine) as c:
         await c.ask_right(c.request())  # what the process opens once: gRPC's own descriptors
-    before = _num_descriptors()
+        await c.settle()
+    before = _open()
     async with cluster(wrap_carrier=wrap, check_empty=False, box_bytes=1 << 20, **shape, **engine) as c:
         runs = FaultRuns(c, summary)
         await runs.warm()
         yield runs
     for _ in range(100):
-        if _num_descriptors() <= before + SPARE_DESCRIPTORS:
+        more = _open() - before
+        if more.total() <= SPARE:
             return
-        await asyncio.sleep(0.05)
-    summary.problems.append(f"{carrier} seed {seed}: {_num_descriptors() - before} file descriptors more after the cluster has closed")
+        await asyncio.sleep(0.1)
+    summary.problems.append(f"{carrier} seed {seed}: open after the cluster has closed: {dict(more)}")
 
 
-def _num_descriptors() -> int:
+def _open() -> Counter[str]:
+    """This process's file descriptors and tasks, by what they are."""
     gc.collect()  # a view of a box that only a traceback still holds is no leak
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+    found: Counter[str] = Counter(task.get_coro().__qualname__ for task in asyncio.all_tasks())  # type: ignore[union-attr]
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the listing itself
+            found[str(descriptor.readlink()).partition(":[")[0]] += 1
+    return found
