@@ -137,6 +137,7 @@ class Cluster:
         self.killed.append(server)
         self.engine_of(server).die()
         await server._server.stop(None)
+        await server.worker.inbox.close()
         for carrier in server.worker._carriers:
             await _stop_accepting(carrier)
             await carrier.close()

@@ -237,17 +237,9 @@ class FaultRuns:
                 dead.worker.assert_empty()
         except AssertionError as error:
             self._problem(scene, f"left behind: {error}")
-        deadline_s = time.monotonic() + SETTLE_S
-        while (more := self._surplus()) and time.monotonic() < deadline_s:  # noqa: ASYNC110 - what is awaited has no event
-            await asyncio.sleep(0.1)
-        if more:
+        if more := await _surplus(self._open):
             self._problem(scene, f"left behind: {more}")
             self._open = _open()
-
-    def _surplus(self) -> str:
-        """What is open beyond what was open after the warm-up, or nothing."""
-        more = _open() - self._open
-        return f"open beside what was at the start: {dict(more)}" if more.total() > SPARE else ""
 
     def _problem(self, scene: Scene, what: str) -> None:
         self.summary.problems.append(f"{self.summary.carrier} seed {self.summary.seed}: {what} ({scene})")
@@ -324,17 +316,23 @@ async def fault_runs(carrier: str, seed: int) -> AsyncIterator[FaultRuns]:
         runs = FaultRuns(c, summary)
         await runs.warm()
         yield runs
-    for _ in range(100):
-        more = _open() - before
-        if more.total() <= SPARE:
-            return
+    if more := await _surplus(before):
+        summary.problems.append(f"{carrier} seed {seed}: after the cluster has closed: {more}")
+
+
+async def _surplus(before: Counter[str]) -> str:
+    """What is open beyond `before`, after SETTLE_S at most; nothing when it closes meanwhile."""
+    deadline_s = time.monotonic() + SETTLE_S
+    while (more := _open() - before).total() > SPARE:
+        if time.monotonic() > deadline_s:
+            return f"still open: {dict(more)}"
         await asyncio.sleep(0.1)
-    summary.problems.append(f"{carrier} seed {seed}: open after the cluster has closed: {dict(more)}")
+        gc.collect()  # a view of a box that only a traceback still holds is no leak
+    return ""
 
 
 def _open() -> Counter[str]:
     """This process's file descriptors and tasks, by what they are."""
-    gc.collect()  # a view of a box that only a traceback still holds is no leak
     found: Counter[str] = Counter(task.get_coro().__qualname__ for task in asyncio.all_tasks())  # type: ignore[union-attr]
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # that of the listing itself

@@ -70,6 +70,7 @@ class Inbox:
         self._host_id = host_id
         self._choice = choice
         self.room = Room(box.num_bytes, "kv.inbox_gib")
+        self._closed = False
         self._copier = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="disagg-kv-copy")
         self._entries: dict[str, _Entry] = {}
         self._pulls: set[asyncio.Task[None]] = set()
@@ -142,7 +143,8 @@ class Inbox:
         self.room.assert_empty()
 
     async def close(self) -> None:
-        """End every transfer and the pulls. The box and the carriers are the caller's to close."""
+        """End every transfer and the pulls; no new ones begin. The box and the carriers are the caller's to close."""
+        self._closed = True
         for entry in list(self._entries.values()):
             self.release(entry.transfer.transfer_id)
         for task in self._pulls:
@@ -152,6 +154,8 @@ class Inbox:
         self._copier.shutdown()
 
     def _begin(self, transfer: Transfer, owner: str) -> _Entry:
+        if self._closed:
+            raise TransferFencedError(f"transfer {transfer.transfer_id} cannot be fetched: this worker is closing")
         name = choose_carrier(transfer.source, self._carriers, self._host_id, self._choice)
         endpoint = transfer.source.endpoint(name)
         assert endpoint is not None

@@ -66,6 +66,7 @@ async def test_with_digests_the_same_run_is_an_error() -> None:
 
 async def test_a_region_that_is_not_freed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.builders.SETTLE_S", 0.5)
+    monkeypatch.setattr("tests.fault_runs.SETTLE_S", 0.5)
     async with fault_runs("loopback", SEED) as runs:
         monkeypatch.setattr(Room, "free", lambda *_: None)
         await runs.run(_flip())
@@ -80,4 +81,4 @@ async def test_a_descriptor_that_is_not_closed_is_found(monkeypatch: pytest.Monk
         await runs.run(_flip())
     for file in held:
         os.close(file)
-    assert any("file descriptors" in problem for problem in runs.summary.problems)
+    assert any("'/dev/null': 20" in problem for problem in runs.summary.problems)

@@ -226,3 +226,6 @@ async def test_closing_ends_everybody() -> None:
         for ended in (opening, fetch):
             with pytest.raises(TransferError):
                 await ended
+        await r.inbox.close()
+        with pytest.raises(TransferFencedError, match="closing"):
+            await r.inbox.fetch(r.transfer(10))
