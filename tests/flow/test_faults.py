@@ -12,7 +12,7 @@ from disagg.kv.copy import copy_and_digest
 from tests.fault_runs import Scene, Summary, fault_runs, scene_of
 from tests.kv_rig import CARRIERS
 
-NUM_RUNS = int(os.environ.get("FAULT_RUNS", "30"))
+NUM_RUNS = int(os.environ.get("FAULT_RUNS", "24"))
 SEED = int(os.environ.get("FAULT_SEED", "7"))
 
 
