@@ -62,7 +62,7 @@ def screen(before: Scrape, now: Scrape) -> Group:
     info = next(iter(now.labels("disagg_gateway_info")), {})
     ready = "[green]ready[/]" if now.obstacle is None else f"[bold red]{now.obstacle}[/]"
     head = Text.from_markup(f"{info.get('deployment', '?')}: {info.get('model', '?')}, {info.get('mode', '?')}   {ready}")
-    return Group(head, Text(_flow(before, now)), "", _classes(before, now), "", _workers(now))
+    return Group(head, Text(_flow(before, now)), "", _classes(before, now), "", _workers(before, now))
 
 
 def _flow(before: Scrape, now: Scrape) -> str:
@@ -102,12 +102,12 @@ def _classes(before: Scrape, now: Scrape) -> Table:
     return table
 
 
-def _workers(now: Scrape) -> Table:
+def _workers(before: Scrape, now: Scrape) -> Table:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("worker")
-    for heading in ("running", "waiting", "step", "KV", "outbox", "inbox", "preempted"):
+    for heading in ("running", "waiting", "step", "KV", "outbox", "inbox", "KV out", "KV in", "KV failed", "preempted"):
         table.add_column(heading, justify="right")
     for labels in sorted(now.labels("disagg_worker_running_requests"), key=lambda labels: (labels["role"], labels["worker"])):
 
@@ -120,6 +120,8 @@ def _workers(now: Scrape) -> Table:
             f"{read('waiting_requests'):.0f}",
             f"{read('step_seconds') * 1e3:.1f} ms",
             *(_used(read(f"{box}_free_{unit}"), read(f"{box}_total_{unit}")) for box, unit in _ROOMS),
+            *(f"{now.rate(before, f'disagg_kv_{way}_bytes_total', **labels) / 1e6:,.1f} MB/s" for way in ("sent", "received")),
+            f"{now.value('disagg_kv_failed_transfers_total', **labels):.0f}",
             f"{read('preemptions_total'):.0f}",
         )
     for labels in now.labels("disagg_pool_live_workers"):

@@ -265,13 +265,40 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class KvCounters:
+    """What one worker's boxes and carriers have done since its process started.
+
+    `sent_*`: frames handed to peers, and their payload. `received_*`: frames that arrived and were verified. `completed`, `failed`,
+    `released`: pulls by their end; `corrupt` of the failed ones met a wrong digest, length or order. `transfer_s`: seconds from the
+    source's first message to the last block verified, summed over completed pulls. `fenced`: entries of either box whose lease ran out.
+    `refused`: pulls that this worker's outbox did not serve. `late`: calls and messages after a transfer's end, or said twice.
+    `garbage`: connections to the KV port that did not speak as a peer does; `turned_away`: those that were one too many.
+    """
+
+    sent_frames: int = 0
+    sent_bytes: int = 0
+    received_frames: int = 0
+    received_bytes: int = 0
+    completed: int = 0
+    failed: int = 0
+    released: int = 0
+    corrupt: int = 0
+    transfer_s: float = 0.0
+    fenced: int = 0
+    refused: int = 0
+    late: int = 0
+    garbage: int = 0
+    turned_away: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineState:
     """A cheap snapshot of one worker, in tokens and seconds; it is what the pool's view is made of.
 
     `step_s`: smoothed duration of the latest engine steps (0 when idle since the start).
     `outbox_free_bytes`/`inbox_free_bytes`: room for new transfers. `preemptions`: count since the start.
     `max_step_tokens`: tokens that one step computes at most, and `max_running_requests`: requests in it at most (0: not known).
-    `steps`: the latest steps, oldest first; over the wire only those that the gateway has not seen.
+    `steps`: the latest steps, oldest first; over the wire only those that the gateway has not seen. `kv`: counted by the worker.
     """
 
     epoch: str
@@ -289,6 +316,7 @@ class EngineState:
     max_step_tokens: int = 0
     max_running_requests: int = 0
     steps: tuple[StepRecord, ...] = ()
+    kv: KvCounters = KvCounters()
 
 
 @dataclass(frozen=True, slots=True)

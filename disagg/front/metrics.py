@@ -19,7 +19,7 @@ from disagg.policy.view import PoolView, WorkerView
 from disagg.serving.coordinator import Coordinator
 from disagg.serving.pool import Pool
 from disagg.serving.run import Run
-from disagg.types import Phase
+from disagg.types import KvCounters, Phase
 
 # Dense where targets lie: TTFT from 20 ms to a minute, TPOT from 2 ms to a second.
 TTFT_BUCKETS_S = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.5, 6.0, 10.0, 20.0, 60.0)
@@ -110,6 +110,23 @@ _WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerView], float]]] = {
     "disagg_worker_step_seconds": ("Smoothed duration of the engine's steps.", lambda w: w.state.step_s),
 }
 
+_KV_COUNTERS: dict[str, tuple[str, Callable[[KvCounters], float]]] = {
+    "disagg_kv_sent_bytes": ("KV handed to peers.", lambda kv: kv.sent_bytes),
+    "disagg_kv_sent_frames": ("Frames of KV handed to peers.", lambda kv: kv.sent_frames),
+    "disagg_kv_received_bytes": ("KV that arrived and was verified.", lambda kv: kv.received_bytes),
+    "disagg_kv_received_frames": ("Frames of KV that arrived and were verified.", lambda kv: kv.received_frames),
+    "disagg_kv_transfer_seconds": ("First message to last block verified, summed over completed pulls.", lambda kv: kv.transfer_s),
+    "disagg_kv_completed_transfers": ("Pulls that brought the whole KV.", lambda kv: kv.completed),
+    "disagg_kv_failed_transfers": ("Pulls that did not; their requests take another route.", lambda kv: kv.failed),
+    "disagg_kv_released_transfers": ("Pulls that nobody wanted any more.", lambda kv: kv.released),
+    "disagg_kv_corrupt_transfers": ("Failed pulls that met a wrong digest, length or order.", lambda kv: kv.corrupt),
+    "disagg_kv_fenced_entries": ("Entries of outbox or inbox whose lease ran out.", lambda kv: kv.fenced),
+    "disagg_kv_refused_pulls": ("Pulls of what the outbox does not have for them.", lambda kv: kv.refused),
+    "disagg_kv_late_messages": ("Calls and messages after a transfer's end, or said twice; ignored.", lambda kv: kv.late),
+    "disagg_kv_garbage_connections": ("Connections to the KV port that did not speak as a peer does.", lambda kv: kv.garbage),
+    "disagg_kv_turned_away_connections": ("Connections to the KV port beyond the most at once.", lambda kv: kv.turned_away),
+}
+
 
 class _PoolCollector(Collector):
     """Reads pools and coordinator when asked: what is live costs nothing between scrapes."""
@@ -156,6 +173,11 @@ class _PoolCollector(Collector):
             for worker in view.workers:
                 gauge.add_metric([worker.name, worker.role], read(worker))
             yield gauge
+        for name, (text, count) in _KV_COUNTERS.items():
+            counter = CounterMetricFamily(name, text, labels=["worker", "role"])
+            for worker in view.workers:
+                counter.add_metric([worker.name, worker.role], count(worker.state.kv))
+            yield counter
         preemptions = CounterMetricFamily("disagg_worker_preemptions", "Requests that the engine put back.", labels=["worker", "role"])
         for worker in view.workers:
             preemptions.add_metric([worker.name, worker.role], worker.state.preemptions)

@@ -37,7 +37,10 @@ _COPIES_AHEAD = 2  # frames of one pull whose copy may be under way while the ne
 
 @dataclass(slots=True)
 class InboxCounters:
-    """Since the start. `late`: messages after a transfer's end; `duplicates`: fetches of a transfer that is known already."""
+    """Since the start. `late`: messages after a transfer's end; `duplicates`: fetches of a transfer that is known already.
+
+    `transfer_s`: seconds from the source's first message (and room for it) to the last block verified, summed over the completed.
+    """
 
     fetches: int = 0
     frames: int = 0
@@ -49,6 +52,7 @@ class InboxCounters:
     expired: int = 0
     late: int = 0
     duplicates: int = 0
+    transfer_s: float = 0.0
 
 
 class Inbox:
@@ -208,6 +212,7 @@ class Inbox:
         entry.complete = True
         entry.writing = False
         self.counters.completed += 1
+        self.counters.transfer_s += asyncio.get_running_loop().time() - entry.opened_s
         if not entry.done.done():
             entry.done.set_result(None)
         self._leases.start(entry.transfer.transfer_id)
@@ -245,6 +250,7 @@ class _Entry:
         self.transfer = transfer
         self.owner = owner
         self.region: Region | None = None
+        self.opened_s = 0.0
         self.pull: asyncio.Task[None] | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: DisaggError | None = None
@@ -332,6 +338,7 @@ class _Writer:
             case Opened() if not self._opened:
                 self._check_opened(header)
                 entry.region = await self._inbox.room.reserve(self._inbox.layout.entry_bytes(entry.num_tokens))
+                entry.opened_s = asyncio.get_running_loop().time()
                 self._opened = True
             case Frame() if self._opened:
                 await self._write(header, payload)

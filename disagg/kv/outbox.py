@@ -30,7 +30,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class OutboxCounters:
-    """Since the start. `late`: calls and messages after a transfer's end; `refused`: reads; `duplicates`: blocks staged again."""
+    """Since the start. `late`: calls and messages after a transfer's end; `refused`: reads; `duplicates`: blocks staged again.
+
+    `frames` and `bytes` were staged, `sent_frames` and `sent_bytes` handed to readers. The carriers that serve the outbox count here, too:
+    `garbage` connections, and those that were `turned_away` because there were too many.
+    """
 
     opened: int = 0
     frames: int = 0
@@ -42,6 +46,10 @@ class OutboxCounters:
     refused: int = 0
     late: int = 0
     duplicates: int = 0
+    sent_frames: int = 0
+    sent_bytes: int = 0
+    garbage: int = 0
+    turned_away: int = 0
 
 
 class Outbox:
@@ -376,6 +384,9 @@ class Reader:
             t, layout = entry.transfer, self._outbox.layout
             return Opened(t.transfer_id, self._outbox.epoch, t.attempt, t.token_hash, t.num_tokens, FORMAT_BLOCKS, layout, entry.offset)
         if self._num_sent < len(entry.frames):
+            frame = entry.frames[self._num_sent]
             self._num_sent += 1
-            return entry.frames[self._num_sent - 1]
+            self._outbox.counters.sent_frames += 1
+            self._outbox.counters.sent_bytes += frame.num_bytes
+            return frame
         return End(entry.transfer_id, len(entry.frames)) if entry.coverage.is_complete else None

@@ -92,7 +92,7 @@ class StepTopLogprob(_message.Message):
     def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class State(_message.Message):
-    __slots__ = ("waiting_requests", "waiting_tokens", "running_requests", "free_kv_tokens", "total_kv_tokens", "step_s", "outbox_free_bytes", "outbox_total_bytes", "inbox_free_bytes", "inbox_total_bytes", "preemptions", "max_step_tokens", "max_running_requests", "steps")
+    __slots__ = ("waiting_requests", "waiting_tokens", "running_requests", "free_kv_tokens", "total_kv_tokens", "step_s", "outbox_free_bytes", "outbox_total_bytes", "inbox_free_bytes", "inbox_total_bytes", "preemptions", "max_step_tokens", "max_running_requests", "steps", "kv")
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +107,7 @@ class State(_message.Message):
     MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
     waiting_requests: int
     waiting_tokens: int
     running_requests: int
@@ -121,7 +122,40 @@ class State(_message.Message):
     max_step_tokens: int
     max_running_requests: int
     steps: _containers.RepeatedCompositeFieldContainer[StepRecordMessage]
-    def __init__(self, waiting_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., free_kv_tokens: _Optional[int] = ..., total_kv_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., outbox_free_bytes: _Optional[int] = ..., outbox_total_bytes: _Optional[int] = ..., inbox_free_bytes: _Optional[int] = ..., inbox_total_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepRecordMessage, _Mapping]]] = ...) -> None: ...
+    kv: KvCountersMessage
+    def __init__(self, waiting_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., free_kv_tokens: _Optional[int] = ..., total_kv_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., outbox_free_bytes: _Optional[int] = ..., outbox_total_bytes: _Optional[int] = ..., inbox_free_bytes: _Optional[int] = ..., inbox_total_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepRecordMessage, _Mapping]]] = ..., kv: _Optional[_Union[KvCountersMessage, _Mapping]] = ...) -> None: ...
+
+class KvCountersMessage(_message.Message):
+    __slots__ = ("sent_frames", "sent_bytes", "received_frames", "received_bytes", "completed", "failed", "released", "corrupt", "transfer_s", "fenced", "refused", "late", "garbage", "turned_away")
+    SENT_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    FENCED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    GARBAGE_FIELD_NUMBER: _ClassVar[int]
+    TURNED_AWAY_FIELD_NUMBER: _ClassVar[int]
+    sent_frames: int
+    sent_bytes: int
+    received_frames: int
+    received_bytes: int
+    completed: int
+    failed: int
+    released: int
+    corrupt: int
+    transfer_s: float
+    fenced: int
+    refused: int
+    late: int
+    garbage: int
+    turned_away: int
+    def __init__(self, sent_frames: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., received_frames: _Optional[int] = ..., received_bytes: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., released: _Optional[int] = ..., corrupt: _Optional[int] = ..., transfer_s: _Optional[float] = ..., fenced: _Optional[int] = ..., refused: _Optional[int] = ..., late: _Optional[int] = ..., garbage: _Optional[int] = ..., turned_away: _Optional[int] = ...) -> None: ...
 
 class StepRecordMessage(_message.Message):
     __slots__ = ("number", "seconds", "prefill_tokens", "prefill_pairs", "decode_requests", "context_tokens")

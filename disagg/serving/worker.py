@@ -20,9 +20,9 @@ from disagg.engine.engine import Chunks, Engine
 from disagg.errors import EngineError, InvalidRequestError, WorkerLostError
 from disagg.kv.box import Box
 from disagg.kv.carrier import Carrier
-from disagg.kv.inbox import Inbox
-from disagg.kv.outbox import Outbox
-from disagg.types import Chunk, EngineState, KvAddress, Prefilled, Request, Transfer
+from disagg.kv.inbox import Inbox, InboxCounters
+from disagg.kv.outbox import Outbox, OutboxCounters
+from disagg.types import Chunk, EngineState, KvAddress, KvCounters, Prefilled, Request, Transfer
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +125,7 @@ class LocalWorker:
             outbox_total_bytes=self.outbox.total_bytes,
             inbox_free_bytes=self.inbox.free_bytes,
             inbox_total_bytes=self.inbox.total_bytes,
+            kv=_kv_counters(self.outbox.counters, self.inbox.counters),
         )
 
     async def wait_dead(self) -> None:
@@ -182,6 +183,25 @@ class LocalWorker:
         finally:
             self._num_running -= 1
             self._num_events += 1
+
+
+def _kv_counters(sent: OutboxCounters, received: InboxCounters) -> KvCounters:
+    return KvCounters(
+        sent_frames=sent.sent_frames,
+        sent_bytes=sent.sent_bytes,
+        received_frames=received.frames,
+        received_bytes=received.bytes,
+        completed=received.completed,
+        failed=received.failed,
+        released=received.released,
+        corrupt=received.corrupt,
+        transfer_s=received.transfer_s,
+        fenced=sent.expired + received.expired,
+        refused=sent.refused,
+        late=sent.late + sent.duplicates + received.late,
+        garbage=sent.garbage,
+        turned_away=sent.turned_away,
+    )
 
 
 def _check_tokens(request: Request, transfer: Transfer) -> None:

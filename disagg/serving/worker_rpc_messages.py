@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 
 from disagg.errors import DisaggError, from_wire, to_wire
 from disagg.pb import worker_pb2 as pb
@@ -11,6 +12,7 @@ from disagg.types import (
     EngineState,
     FinishReason,
     KvAddress,
+    KvCounters,
     Prefilled,
     PromptLogprobs,
     Request,
@@ -224,17 +226,20 @@ _STATE_FIELDS = (
     "max_step_tokens",
     "max_running_requests",
 )
+_KV_FIELDS = tuple([f.name for f in fields(KvCounters)])
 _STEP_FIELDS = ("number", "seconds", "prefill_tokens", "prefill_pairs", "decode_requests", "context_tokens")
 
 
 def state_to_wire(state: EngineState, after_step: int = -1) -> pb.State:
     """With the steps numbered above `after_step`. The epoch travels once, in the hello."""
     steps = [pb.StepRecordMessage(**{name: getattr(s, name) for name in _STEP_FIELDS}) for s in state.steps if s.number > after_step]
-    return pb.State(steps=steps, **{name: getattr(state, name) for name in _STATE_FIELDS})
+    kv = pb.KvCountersMessage(**{name: getattr(state.kv, name) for name in _KV_FIELDS})
+    return pb.State(steps=steps, kv=kv, **{name: getattr(state, name) for name in _STATE_FIELDS})
 
 
 def state_from_wire(m: pb.State, epoch: str) -> EngineState:
     steps = tuple(
         [StepRecord(s.number, s.seconds, s.prefill_tokens, s.prefill_pairs, s.decode_requests, s.context_tokens) for s in m.steps]
     )
-    return EngineState(epoch=epoch, steps=steps, **{name: getattr(m, name) for name in _STATE_FIELDS})
+    kv = KvCounters(**{name: getattr(m.kv, name) for name in _KV_FIELDS})
+    return EngineState(epoch=epoch, steps=steps, kv=kv, **{name: getattr(m, name) for name in _STATE_FIELDS})

@@ -188,7 +188,7 @@ class SimEngine:
             max_step_tokens=scheduler.max_num_batched_tokens,
             max_running_requests=scheduler.max_num_seqs,
             steps=tuple([s for s in self.recent if s.number > told_steps]) if self.num_steps > told_steps else (),
-            **boxes,
+            **boxes,  # type: ignore[arg-type]  # the four sizes, which are numbers
         )
 
     def produced(self, leg: Leg) -> int:

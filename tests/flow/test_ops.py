@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
@@ -111,6 +112,27 @@ async def test_metrics_count_each_request_once_by_its_outcome() -> None:
     assert got["disagg_pool_live_workers{prefill}"] == got["disagg_pool_wanted_workers{prefill}"] == 1
     assert got["disagg_worker_kv_free_tokens{decode,decode-0}"] == got["disagg_worker_kv_total_tokens{decode,decode-0}"] > 0
     assert got["disagg_open_requests{decoding}"] == 0
+
+
+async def test_metrics_tell_of_the_kv_that_moved_and_of_what_went_wrong_with_it() -> None:
+    async with served() as s:
+        source, sink = s.cluster.worker("prefill-0"), s.cluster.worker("decode-0")
+        for _ in range(3):
+            await s.client.generate([1, 2, 3], max_tokens=5)
+        host, _, port = (source.address.endpoint("grpc") or "").partition(":")
+        async with grpc.aio.insecure_channel(f"{host}:{port}") as channel:
+            call = channel.stream_stream("/disagg.v1.Kv/Pull")()
+            await call.write(b"not a pull")
+            assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+        await s.cluster.settle()
+        async with asyncio.timeout(20):
+            while (got := await s.metrics())["disagg_kv_garbage_connections_total{prefill,prefill-0}"] == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    num_bytes = 3 * sink.inbox.layout.entry_bytes(3)
+    assert got["disagg_kv_sent_bytes_total{prefill,prefill-0}"] == got["disagg_kv_received_bytes_total{decode,decode-0}"] == num_bytes
+    assert got["disagg_kv_completed_transfers_total{decode,decode-0}"] == 3
+    assert 0 < got["disagg_kv_transfer_seconds_total{decode,decode-0}"] < 30
+    assert got["disagg_kv_failed_transfers_total{decode,decode-0}"] == 0
 
 
 async def test_names_follow_the_conventions() -> None:

@@ -88,7 +88,7 @@ async def test_garbage_on_the_unix_socket_is_counted_and_harms_nobody() -> None:
                 peer.connect(path)
                 peer.sendall(data)
                 peer.shutdown(socket.SHUT_WR)
-        await until(lambda: r.source_carrier.num_garbage == len(samples))
+        await until(lambda: r.outbox.counters.garbage == len(samples))
         written, read = await r.move(r.transfer(50))
         assert read == written
 
@@ -109,7 +109,7 @@ async def test_garbage_on_the_grpc_port_is_counted_and_harms_nobody() -> None:
                 await call.write(data)
                 await call.done_writing()
                 assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert r.source_carrier.num_garbage == 4
+        assert r.outbox.counters.garbage == 4
         written, read = await r.move(r.transfer(50))
         assert read == written
 

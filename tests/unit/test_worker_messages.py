@@ -11,10 +11,14 @@ from disagg.serving.worker_rpc_messages import (
     prefilled_to_wire,
     request_from_wire,
     request_to_wire,
+    state_from_wire,
+    state_to_wire,
 )
 from disagg.types import (
     Chunk,
+    EngineState,
     FinishReason,
+    KvCounters,
     Prefilled,
     PromptLogprobs,
     Request,
@@ -72,3 +76,8 @@ def test_steps_cross_whole() -> None:
         assert chunk_from_wire(chunk_to_wire("k", chunk)) == chunk
     for prefilled in (Prefilled(TOKENS[0], FinishReason.LENGTH, 4, TABLE), Prefilled(TOKENS[1])):
         assert prefilled_from_wire(prefilled_to_wire(prefilled)) == prefilled
+
+
+def test_every_count_of_a_state_crosses() -> None:
+    kv = KvCounters(*range(1, 1 + len(dataclasses.fields(KvCounters))))
+    assert state_from_wire(state_to_wire(EngineState("e", kv=kv)), "e").kv == kv

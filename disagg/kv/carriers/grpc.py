@@ -60,7 +60,7 @@ _OPTIONS = [
 class GrpcCarrier:
     """Serves on `host`:`port` (0: a free one). `advertise`: the host name that peers are told (default: `host`).
 
-    `silence_s`: how long a source may say nothing before it counts as lost. `num_garbage`: streams refused.
+    `silence_s`: how long a source may say nothing before it counts as lost.
     """
 
     name = "grpc"
@@ -73,7 +73,6 @@ class GrpcCarrier:
         silence_s: float = SILENCE_S,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        self.num_garbage = 0
         self._host = host
         self._port = port
         self._advertise = advertise or host
@@ -144,7 +143,7 @@ class GrpcCarrier:
         try:
             request = await self._request(context)
         except (TransferCorruptError, TimeoutError) as error:
-            self.num_garbage += 1
+            outbox.counters.garbage += 1
             log.warning("grpc: refused a stream: %r", error)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "expected a Pull header")
             return

@@ -48,12 +48,11 @@ _BACKLOG = 1024  # pulls that may connect in one instant: a full backlog refuses
 
 
 class ShmCarrier:
-    """See the module. `silence_s`: how long a source may say nothing before it counts as lost. `num_garbage`: connections refused."""
+    """See the module. `silence_s`: how long a source may say nothing before it counts as lost."""
 
     name = "shm"
 
     def __init__(self, silence_s: float = SILENCE_S, heartbeat_s: float = HEARTBEAT_S) -> None:
-        self.num_garbage = 0
         self._silence_s = silence_s
         self._heartbeat_s = heartbeat_s
         self._servers: list[asyncio.Server] = []
@@ -125,7 +124,7 @@ class ShmCarrier:
                 case _:
                     raise TransferCorruptError(f"unexpected {type(request).__name__}")
         except TransferCorruptError as error:
-            self.num_garbage += 1
+            outbox.counters.garbage += 1
             log.warning("shm: closed a connection: %s", error.message)
         except (OSError, EOFError, TimeoutError):
             pass  # the peer is gone; its reader has been let go
