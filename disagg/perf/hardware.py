@@ -4,8 +4,8 @@ Peaks are the vendors' dense figures (no sparsity), with fp32 accumulation. Memo
 
 Kernel constants of A100, H100 and H200 are fits to vLLM kernel timings published by AIConfigurator (NVIDIA, Apache-2.0; vLLM 0.24, for
 the A100 0.14): `python -m bench.fit_kernels --tables DIR` prints them again. Those of RTX PRO 6000 and RTX 4090 are fits to layer timings
-of vLLM 0.28 published with LLMServingSim (MIT): gate/up, down and head products of Qwen3-32B and Llama-3.1-8B, decode attention, an
-all-reduce of two cards over PCIe; and whole steps of Llama-3.1-8B for `group_reads`. No serving run took part.
+of vLLM 0.28 published with LLMServingSim (MIT): gate/up, down and head products of Qwen3-32B and Llama-3.1-8B, attention
+alone and in mixed batches, and an all-reduce of two cards over PCIe. No serving run took part.
 
 B200 and L40S take the constants of their nearest kin (`_HOPPER`, `_GEFORCE`), an assumption until somebody measures them; so do int8 (as
 fp8) and int4 (4-bit weights widened to bf16 in the kernel, at the bf16 rate) everywhere. `step_s` and `request_s`, the engine's own work
@@ -57,11 +57,11 @@ class AttentionRate:
     """Time of one layer's attention over a whole step.
 
         floor_s + 4 x pairs x heads x head_dim / (bf16 FLOP/s x `compute`) + `passes` x prompt tokens x heads x head_dim x 4 B / bandwidth
-                + KV bytes of decoding contexts x (1 + `group_reads` x (heads per KV head - 1)) / (bandwidth x `kv`)
+                + KV bytes of decoding contexts / (bandwidth x `kv`)
                 + `row_s` x decoding requests x heads
 
-    `group_reads`: FlashAttention 2, in mixed batches and in captured graphs, reads KV once for each query head, mostly from cache;
-    FlashAttention 3 packs the heads of a group (0).
+    `mixed_group`: in a step that also runs prompt tokens, decoding costs 1 + mixed_group x (heads per KV head - 1) times as much where the
+    kernel for mixed batches reads KV once for each query head, mostly from cache (FlashAttention 2). 0: it packs them (FlashAttention 3).
     """
 
     floor_s: float
@@ -69,7 +69,7 @@ class AttentionRate:
     kv: float
     row_s: float
     passes: float
-    group_reads: float = 0.0
+    mixed_group: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +141,8 @@ _PCIE5 = Fabric(13.0 * _US, 0.0, 2.0 * _US, 36e9)  # two cards: 13 us, 8.4 MB in
 _PCIE4 = Fabric(13.0 * _US, 0.0, 2.0 * _US, 18e9)  # half of it
 
 _HOPPER = AttentionRate(11.5 * _US, compute=0.681, kv=0.919, row_s=3.3e-9, passes=2.62)
-_FA2_GROUP = 0.26  # RTX PRO 6000: Llama-3.1-8B (4 heads per KV head) 1.7 to 1.8 times, Qwen3-32B (8) 2.6 to 3 times
-_GEFORCE = AttentionRate(12 * _US, compute=0.585, kv=0.89, row_s=3.3e-9, passes=3.17, group_reads=_FA2_GROUP)
+_FA2_MIXED = 0.26  # RTX PRO 6000: Llama-3.1-8B (4 heads per KV head) 1.7 to 1.8 times, Qwen3-32B (8) 2.6 to 3 times
+_GEFORCE = AttentionRate(12 * _US, compute=0.585, kv=0.89, row_s=3.3e-9, passes=3.17, mixed_group=_FA2_MIXED)
 
 DEVICES: dict[str, Device] = {
     d.name: d
@@ -152,7 +152,7 @@ DEVICES: dict[str, Device] = {
             "a100", 81920 * _MIB, 2.04e12,
             MatmulRate(312 * _TERA, 0.957, 0.750, 5.41 * _US, 1.96, 2.96, 1.83),
             MatmulRate(312 * _TERA, 0.900, 0.700, 5.41 * _US, 1.96, 2.96, 1.83),
-            AttentionRate(17.8 * _US, compute=0.585, kv=0.743, row_s=4.55e-9, passes=3.17, group_reads=_FA2_GROUP),
+            AttentionRate(17.8 * _US, compute=0.585, kv=0.743, row_s=4.55e-9, passes=3.17, mixed_group=_FA2_MIXED),
             _NVLINK3,
         ),
         Device(

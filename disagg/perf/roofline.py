@@ -99,7 +99,7 @@ class StepModel:
         attention = decode_context_tokens * self._context_s + num_decodes * self._row_s
         if chunks:
             pairs = sum([c.attention_pairs for c in chunks])
-            attention += pairs * self._pair_s + num_prompt * self._prompt_token_s
+            attention = attention * self._mixed_factor + pairs * self._pair_s + num_prompt * self._prompt_token_s
         sequences = num_decodes + len(chunks)
         return self.layers_s(num_tokens) + attention + self.head_s(sequences) + self.host_s(sequences)
 
@@ -203,10 +203,15 @@ class StepModel:
         rate = self.device.attention
         read = rank_kv_bytes_per_token(self.shape, self.tp, self.kv_dtype) / (self.device.bandwidth * rate.kv)
         if self.shape.mla is None:
-            return read * (1 + rate.group_reads * (self.shape.num_heads // self.shape.num_kv_heads - 1))
+            return read
         flops = 2 * self.shape.num_layers * self.shape.decode_pair_dims / self.tp
         return max(read, flops / (self.device.bf16_flops * rate.compute))
 
     @cached_property
     def _row_s(self) -> float:
         return self.device.attention.row_s * self.shape.num_layers * self.shape.num_heads / self.tp
+
+    @cached_property
+    def _mixed_factor(self) -> float:
+        group = 1 if self.shape.mla else self.shape.num_heads // self.shape.num_kv_heads
+        return 1 + self.device.attention.mixed_group * (group - 1)
