@@ -157,7 +157,9 @@ def main() -> int:
         print(json.dumps({"rows": shown, "verdicts": verdicts}, indent=1))
     else:
         for row in rows:
-            print(f"{row.case:<64} {row.figure:<9} measured {row.measured_ms:10,.2f} predicted {row.predicted_ms:10,.2f} ms {row.error:+7.1%}")
+            print(
+                f"{row.case:<64} {row.figure:<9} measured {row.measured_ms:10,.2f} predicted {row.predicted_ms:10,.2f} ms {row.error:+7.1%}"
+            )
         for v in verdicts:
             print(
                 f"{v['table']}: {v['figure']}: median |error| {v['median_error']:.1%} of {v['rows']} (bias {v['median_bias']:+.1%}), "

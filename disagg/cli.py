@@ -28,6 +28,7 @@ COMMAND_MODULES = (
     "disagg.cli_top",
     "disagg.cli_ab",
     "disagg.cli_sim",
+    "disagg.cli_limits",
 )
 
 
