@@ -22,7 +22,7 @@ _DTYPES: dict[str, Dtype] = {
 def find_dtype(name: str, key: str = "dtype") -> Dtype:
     """The type that `name` means (float16 counts as bf16: equal size and speed). Raises ConfigError."""
     if name.lower() not in _DTYPES:
-        raise ConfigError(key=key, value=name, expected=f"one of {', '.join(sorted(set(_DTYPES)))}")
+        raise ConfigError(key=key, value=name, expected=f"one of {', '.join(sorted(set(_DTYPES.values())))}")
     return _DTYPES[name.lower()]
 
 
