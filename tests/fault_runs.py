@@ -239,7 +239,7 @@ class FaultRuns:
             self._problem(scene, f"left behind: {error}")
         if more := await _surplus(self._open):
             self._problem(scene, f"left behind: {more}")
-            self._open = _open()
+            self._open |= _open()
 
     def _problem(self, scene: Scene, what: str) -> None:
         self.summary.problems.append(f"{self.summary.carrier} seed {self.summary.seed}: {what} ({scene})")

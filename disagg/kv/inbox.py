@@ -191,7 +191,8 @@ class Inbox:
             if not entry.complete and not entry.ended:
                 self.counters.failed += 1
                 self.counters.corrupt += isinstance(error, TransferCorruptError)
-                log.warning("transfer %s from %s over %s failed: %s", transfer_id, entry.transfer.source.worker, carrier.name, error)
+                source = entry.transfer.source.worker
+                log.warning("transfer %s from %s over %s failed: %s", transfer_id, source, carrier.name, error.message)
                 self._end(entry, error)
             self._settle(entry)
 
@@ -226,6 +227,8 @@ class Inbox:
 
     def _end(self, entry: _Entry, error: DisaggError | None) -> None:
         """The transfer has reached its end, once."""
+        if error is not None:
+            error = _again(error)  # its traceback holds what the pull saw: the peer's whole box
         entry.ended = True
         entry.error = error
         self._ended.add(entry.transfer.transfer_id, error)

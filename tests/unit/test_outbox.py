@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
 from disagg.errors import EngineError, InvalidRequestError, TransferError, TransferFencedError
-from disagg.kv.frames import End, Frame, Opened, Waiting, pull_request
+from disagg.kv.carriers.loopback import LoopbackCarrier
+from disagg.kv.frames import End, Frame, Opened, Sink, Waiting, pull_request
+from disagg.types import Transfer
 from tests.kv_rig import LAYOUT, frames_of, rig
 
 
@@ -229,3 +233,26 @@ async def test_closing_ends_everybody() -> None:
         await r.inbox.close()
         with pytest.raises(TransferFencedError, match="closing"):
             await r.inbox.fetch(r.transfer(10))
+
+
+async def test_a_failed_pull_is_remembered_without_what_it_saw() -> None:
+    """A peer that died took its box with it: a mapping that is only remembered would keep the memory."""
+
+    class Payload:
+        pass
+
+    seen: list[weakref.ref[Payload]] = []
+
+    class Failing(LoopbackCarrier):
+        async def pull(self, endpoint: str, transfer: Transfer, sink: Sink) -> None:
+            payload = Payload()
+            seen.append(weakref.ref(payload))
+            raise TransferError("the connection was reset")
+
+    async with rig("loopback", wrap=lambda _: Failing()) as r:
+        transfer = r.transfer(10)
+        for _ in range(2):
+            with pytest.raises(TransferError, match="reset"):
+                await r.inbox.fetch(transfer)
+        gc.collect()
+        assert [ref() for ref in seen] == [None]
