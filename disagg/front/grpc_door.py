@@ -29,6 +29,7 @@ from disagg.front.validate import Limits, check_head, check_messages, check_text
 from disagg.pb import inference_pb2 as pb
 from disagg.pb.inference_pb2_grpc import InferenceServicer
 from disagg.policy.view import PoolView
+from disagg.serving.pace import rest_s
 from disagg.serving.timeline import Timeline
 from disagg.types import FinishReason, Phase, PromptLogprobs, Request, Role, Route, Token, new_id
 
@@ -204,8 +205,11 @@ class InferenceDoor(InferenceServicer):
                     # A stop string ends an answer that its workers would go on with: whole, and not cancelled.
                     run.end(Phase.FINISHED)
                     break
+                began_s = time.monotonic()
                 await answer.write(index, part, request, table)
                 table = None
+                if rest := rest_s(time.monotonic() - began_s):
+                    await asyncio.sleep(rest)  # what comes meanwhile goes in one message
         if last is None:
             raise EngineError(f"the answer ended after {num_tokens} tokens without a finish reason")
         await answer.write(index, last, request, table, _usage(request, run, num_tokens))

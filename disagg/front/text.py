@@ -162,13 +162,16 @@ class TextStream:
 
     def push(self, tokens: Sequence[Token], finish: FinishReason | None = None) -> TextPart:
         """Add one step's tokens. `finish` as the engine said it; a stop token's own text is not part of the answer, as in vLLM."""
+        if finish is None and not self._stop:
+            self._num_tokens += len(tokens)
+            return TextPart(tuple(tokens), self._decode([token.token_id for token in tokens]))
         kept: list[Token] = []
         text = ""
         for index, token in enumerate(tokens):
             kept.append(token)
             self._num_tokens += 1
             ends_by_token = finish is FinishReason.STOP and index == len(tokens) - 1
-            said = "" if ends_by_token and not self._keep_stop else self._decode(token.token_id)
+            said = "" if ends_by_token and not self._keep_stop else self._decode([token.token_id])
             part, hit = self._through_stops(said)
             text += part
             if hit:
@@ -179,15 +182,18 @@ class TextStream:
         text += part if hit else part + self._held
         return TextPart(tuple(kept), text, FinishReason.STOP if hit else finish)
 
-    def _decode(self, token_id: int) -> str:
-        """Text that became certain with one more token."""
-        self._ids.append(token_id)
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        """Text that became certain with some more tokens. Several in one go give the same as one by one, for less."""
+        self._ids.extend(token_ids)
         text = self._pending(len(self._ids))
         if text.endswith(UNFINISHED):
-            return self._give_up() if len(self._ids) - self._said >= MAX_PENDING_TOKENS else ""
+            if len(token_ids) == 1:
+                return self._give_up() if len(self._ids) - self._said >= MAX_PENDING_TOKENS else ""
+            del self._ids[-len(token_ids) :]
+            return "".join([self._decode([token_id]) for token_id in token_ids])
         if not text:
-            # No text of its own (a special token): as context it would only hide the text before it.
-            self._ids.pop()
+            # No text of their own (special tokens): as context they would only hide the text before them.
+            del self._ids[len(self._ids) - len(token_ids) :]
             return ""
         return self._say(text, self._said, len(self._ids))
 

@@ -6,21 +6,69 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class AttachRequest(_message.Message):
-    __slots__ = ("gateway_id",)
+class GatewayFrame(_message.Message):
+    __slots__ = ("gateway_id", "commands")
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    COMMANDS_FIELD_NUMBER: _ClassVar[int]
     gateway_id: str
-    def __init__(self, gateway_id: _Optional[str] = ...) -> None: ...
+    commands: _containers.RepeatedCompositeFieldContainer[Command]
+    def __init__(self, gateway_id: _Optional[str] = ..., commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ...) -> None: ...
+
+class Command(_message.Message):
+    __slots__ = ("key", "prefill", "fetch", "start", "cancel", "release")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    key: int
+    prefill: PrefillCommand
+    fetch: TransferMessage
+    start: StartCommand
+    cancel: int
+    release: TransferMessage
+    def __init__(self, key: _Optional[int] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., fetch: _Optional[_Union[TransferMessage, _Mapping]] = ..., start: _Optional[_Union[StartCommand, _Mapping]] = ..., cancel: _Optional[int] = ..., release: _Optional[_Union[TransferMessage, _Mapping]] = ...) -> None: ...
+
+class PrefillCommand(_message.Message):
+    __slots__ = ("request", "transfer")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    request: RequestMessage
+    transfer: TransferMessage
+    def __init__(self, request: _Optional[_Union[RequestMessage, _Mapping]] = ..., transfer: _Optional[_Union[TransferMessage, _Mapping]] = ...) -> None: ...
+
+class StartCommand(_message.Message):
+    __slots__ = ("request", "transfer", "prefilled")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_FIELD_NUMBER: _ClassVar[int]
+    request: RequestMessage
+    transfer: TransferMessage
+    prefilled: PrefillReply
+    def __init__(self, request: _Optional[_Union[RequestMessage, _Mapping]] = ..., transfer: _Optional[_Union[TransferMessage, _Mapping]] = ..., prefilled: _Optional[_Union[PrefillReply, _Mapping]] = ...) -> None: ...
 
 class StepFrame(_message.Message):
-    __slots__ = ("hello", "state", "requests")
+    __slots__ = ("hello", "state", "requests", "replies")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    REPLIES_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     state: State
     requests: _containers.RepeatedCompositeFieldContainer[RequestStep]
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., requests: _Optional[_Iterable[_Union[RequestStep, _Mapping]]] = ...) -> None: ...
+    replies: _containers.RepeatedCompositeFieldContainer[Reply]
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., requests: _Optional[_Iterable[_Union[RequestStep, _Mapping]]] = ..., replies: _Optional[_Iterable[_Union[Reply, _Mapping]]] = ...) -> None: ...
+
+class Reply(_message.Message):
+    __slots__ = ("key", "error", "prefilled")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_FIELD_NUMBER: _ClassVar[int]
+    key: int
+    error: bytes
+    prefilled: PrefillReply
+    def __init__(self, key: _Optional[int] = ..., error: _Optional[bytes] = ..., prefilled: _Optional[_Union[PrefillReply, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("worker", "epoch", "host_id", "endpoints", "heartbeat_s")
@@ -44,20 +92,22 @@ class Hello(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[str] = ..., host_id: _Optional[str] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., heartbeat_s: _Optional[float] = ...) -> None: ...
 
 class RequestStep(_message.Message):
-    __slots__ = ("request_key", "tokens", "finish", "error", "cached_tokens", "prompt_logprobs")
-    REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("key", "token_ids", "tokens", "finish", "error", "cached_tokens", "prompt_logprobs")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    request_key: str
+    key: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedCompositeFieldContainer[StepToken]
     finish: int
     error: bytes
     cached_tokens: int
     prompt_logprobs: PromptLogprobs
-    def __init__(self, request_key: _Optional[str] = ..., tokens: _Optional[_Iterable[_Union[StepToken, _Mapping]]] = ..., finish: _Optional[int] = ..., error: _Optional[bytes] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    def __init__(self, key: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[_Union[StepToken, _Mapping]]] = ..., finish: _Optional[int] = ..., error: _Optional[bytes] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("width", "token_ids", "logprobs", "ranks")
@@ -293,18 +343,6 @@ class TransferMessage(_message.Message):
     token_hash: str
     def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., source_worker: _Optional[str] = ..., source_epoch: _Optional[str] = ..., source_host_id: _Optional[str] = ..., source_endpoints: _Optional[_Mapping[str, str]] = ..., num_tokens: _Optional[int] = ..., token_hash: _Optional[str] = ...) -> None: ...
 
-class PrefillCall(_message.Message):
-    __slots__ = ("gateway_id", "request", "transfer", "epoch")
-    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    gateway_id: str
-    request: RequestMessage
-    transfer: TransferMessage
-    epoch: str
-    def __init__(self, gateway_id: _Optional[str] = ..., request: _Optional[_Union[RequestMessage, _Mapping]] = ..., transfer: _Optional[_Union[TransferMessage, _Mapping]] = ..., epoch: _Optional[str] = ...) -> None: ...
-
 class PrefillReply(_message.Message):
     __slots__ = ("first", "finish", "cached_tokens", "prompt_logprobs")
     FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -316,61 +354,3 @@ class PrefillReply(_message.Message):
     cached_tokens: int
     prompt_logprobs: PromptLogprobs
     def __init__(self, first: _Optional[_Union[StepToken, _Mapping]] = ..., finish: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
-
-class FetchCall(_message.Message):
-    __slots__ = ("gateway_id", "transfer", "epoch")
-    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    gateway_id: str
-    transfer: TransferMessage
-    epoch: str
-    def __init__(self, gateway_id: _Optional[str] = ..., transfer: _Optional[_Union[TransferMessage, _Mapping]] = ..., epoch: _Optional[str] = ...) -> None: ...
-
-class FetchReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class StartCall(_message.Message):
-    __slots__ = ("gateway_id", "request_key", "request", "transfer", "prefilled", "epoch")
-    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_FIELD_NUMBER: _ClassVar[int]
-    PREFILLED_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    gateway_id: str
-    request_key: str
-    request: RequestMessage
-    transfer: TransferMessage
-    prefilled: PrefillReply
-    epoch: str
-    def __init__(self, gateway_id: _Optional[str] = ..., request_key: _Optional[str] = ..., request: _Optional[_Union[RequestMessage, _Mapping]] = ..., transfer: _Optional[_Union[TransferMessage, _Mapping]] = ..., prefilled: _Optional[_Union[PrefillReply, _Mapping]] = ..., epoch: _Optional[str] = ...) -> None: ...
-
-class StartReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class CancelCall(_message.Message):
-    __slots__ = ("gateway_id", "request_key")
-    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
-    gateway_id: str
-    request_key: str
-    def __init__(self, gateway_id: _Optional[str] = ..., request_key: _Optional[str] = ...) -> None: ...
-
-class CancelReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class ReleaseCall(_message.Message):
-    __slots__ = ("gateway_id", "transfer")
-    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_FIELD_NUMBER: _ClassVar[int]
-    gateway_id: str
-    transfer: TransferMessage
-    def __init__(self, gateway_id: _Optional[str] = ..., transfer: _Optional[_Union[TransferMessage, _Mapping]] = ...) -> None: ...
-
-class ReleaseReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...

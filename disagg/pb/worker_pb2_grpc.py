@@ -34,77 +34,21 @@ class WorkerStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Attach = channel.unary_stream(
+        self.Attach = channel.stream_stream(
                 '/disagg.v1.Worker/Attach',
-                request_serializer=disagg_dot_pb_dot_worker__pb2.AttachRequest.SerializeToString,
+                request_serializer=disagg_dot_pb_dot_worker__pb2.GatewayFrame.SerializeToString,
                 response_deserializer=disagg_dot_pb_dot_worker__pb2.StepFrame.FromString,
-                _registered_method=True)
-        self.Prefill = channel.unary_unary(
-                '/disagg.v1.Worker/Prefill',
-                request_serializer=disagg_dot_pb_dot_worker__pb2.PrefillCall.SerializeToString,
-                response_deserializer=disagg_dot_pb_dot_worker__pb2.PrefillReply.FromString,
-                _registered_method=True)
-        self.Fetch = channel.unary_unary(
-                '/disagg.v1.Worker/Fetch',
-                request_serializer=disagg_dot_pb_dot_worker__pb2.FetchCall.SerializeToString,
-                response_deserializer=disagg_dot_pb_dot_worker__pb2.FetchReply.FromString,
-                _registered_method=True)
-        self.Start = channel.unary_unary(
-                '/disagg.v1.Worker/Start',
-                request_serializer=disagg_dot_pb_dot_worker__pb2.StartCall.SerializeToString,
-                response_deserializer=disagg_dot_pb_dot_worker__pb2.StartReply.FromString,
-                _registered_method=True)
-        self.Cancel = channel.unary_unary(
-                '/disagg.v1.Worker/Cancel',
-                request_serializer=disagg_dot_pb_dot_worker__pb2.CancelCall.SerializeToString,
-                response_deserializer=disagg_dot_pb_dot_worker__pb2.CancelReply.FromString,
-                _registered_method=True)
-        self.Release = channel.unary_unary(
-                '/disagg.v1.Worker/Release',
-                request_serializer=disagg_dot_pb_dot_worker__pb2.ReleaseCall.SerializeToString,
-                response_deserializer=disagg_dot_pb_dot_worker__pb2.ReleaseReply.FromString,
                 _registered_method=True)
 
 
 class WorkerServicer:
     """Missing associated documentation comment in .proto file."""
 
-    def Attach(self, request, context):
-        """One stream per (gateway, worker). The first frame is the worker's hello. Afterwards one frame per engine step holds the tokens of all of
-        this gateway's requests, and a frame at least every heartbeat carries the state. When the stream ends, the worker cancels what this
-        gateway had running.
+    def Attach(self, request_iterator, context):
+        """One stream per (gateway, worker), for all that they say to each other. The gateway's first frame names it, the worker's first one is its
+        hello. Afterwards the worker's frames hold replies and the tokens of all of this gateway's requests, one frame per engine step or several
+        steps in one, and a frame at least every heartbeat carries the state. When the stream ends, the worker cancels what this gateway had running.
         """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Prefill(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Fetch(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Start(self, request, context):
-        """Starts a decode or colocated request; its tokens come in the step frames of the caller's Attach stream.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Cancel(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Release(self, request, context):
-        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -112,35 +56,10 @@ class WorkerServicer:
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Attach': grpc.unary_stream_rpc_method_handler(
+            'Attach': grpc.stream_stream_rpc_method_handler(
                     servicer.Attach,
-                    request_deserializer=disagg_dot_pb_dot_worker__pb2.AttachRequest.FromString,
+                    request_deserializer=disagg_dot_pb_dot_worker__pb2.GatewayFrame.FromString,
                     response_serializer=disagg_dot_pb_dot_worker__pb2.StepFrame.SerializeToString,
-            ),
-            'Prefill': grpc.unary_unary_rpc_method_handler(
-                    servicer.Prefill,
-                    request_deserializer=disagg_dot_pb_dot_worker__pb2.PrefillCall.FromString,
-                    response_serializer=disagg_dot_pb_dot_worker__pb2.PrefillReply.SerializeToString,
-            ),
-            'Fetch': grpc.unary_unary_rpc_method_handler(
-                    servicer.Fetch,
-                    request_deserializer=disagg_dot_pb_dot_worker__pb2.FetchCall.FromString,
-                    response_serializer=disagg_dot_pb_dot_worker__pb2.FetchReply.SerializeToString,
-            ),
-            'Start': grpc.unary_unary_rpc_method_handler(
-                    servicer.Start,
-                    request_deserializer=disagg_dot_pb_dot_worker__pb2.StartCall.FromString,
-                    response_serializer=disagg_dot_pb_dot_worker__pb2.StartReply.SerializeToString,
-            ),
-            'Cancel': grpc.unary_unary_rpc_method_handler(
-                    servicer.Cancel,
-                    request_deserializer=disagg_dot_pb_dot_worker__pb2.CancelCall.FromString,
-                    response_serializer=disagg_dot_pb_dot_worker__pb2.CancelReply.SerializeToString,
-            ),
-            'Release': grpc.unary_unary_rpc_method_handler(
-                    servicer.Release,
-                    request_deserializer=disagg_dot_pb_dot_worker__pb2.ReleaseCall.FromString,
-                    response_serializer=disagg_dot_pb_dot_worker__pb2.ReleaseReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -154,7 +73,7 @@ class Worker:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Attach(request,
+    def Attach(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -164,147 +83,12 @@ class Worker:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/disagg.v1.Worker/Attach',
-            disagg_dot_pb_dot_worker__pb2.AttachRequest.SerializeToString,
+            disagg_dot_pb_dot_worker__pb2.GatewayFrame.SerializeToString,
             disagg_dot_pb_dot_worker__pb2.StepFrame.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Prefill(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/disagg.v1.Worker/Prefill',
-            disagg_dot_pb_dot_worker__pb2.PrefillCall.SerializeToString,
-            disagg_dot_pb_dot_worker__pb2.PrefillReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Fetch(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/disagg.v1.Worker/Fetch',
-            disagg_dot_pb_dot_worker__pb2.FetchCall.SerializeToString,
-            disagg_dot_pb_dot_worker__pb2.FetchReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Start(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/disagg.v1.Worker/Start',
-            disagg_dot_pb_dot_worker__pb2.StartCall.SerializeToString,
-            disagg_dot_pb_dot_worker__pb2.StartReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Cancel(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/disagg.v1.Worker/Cancel',
-            disagg_dot_pb_dot_worker__pb2.CancelCall.SerializeToString,
-            disagg_dot_pb_dot_worker__pb2.CancelReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Release(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/disagg.v1.Worker/Release',
-            disagg_dot_pb_dot_worker__pb2.ReleaseCall.SerializeToString,
-            disagg_dot_pb_dot_worker__pb2.ReleaseReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,55 +1,63 @@
-"""One gateway's stream at a worker: the steps of all its requests, gathered into one frame per engine step."""
+"""One gateway's stream at a worker: its commands performed, and replies and steps of all its requests gathered into frames."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
+from typing import Any
 
-from disagg.errors import DisaggError, EngineError, RejectedError
+from disagg.errors import DisaggError, EngineError, RejectedError, WorkerLostError, to_wire
 from disagg.pb import worker_pb2 as pb
 from disagg.serving import worker_rpc_messages as wire
+from disagg.serving.pace import rest_s
 from disagg.serving.worker import LocalWorker
 from disagg.types import Chunk
 
 log = logging.getLogger(__name__)
 
-MAX_PENDING_STEPS = 65_536  # of a gateway that does not read; then its requests and its stream end, instead of this worker's memory
+MAX_PENDING_TOKENS = 1 << 18  # of a gateway that does not read; then its requests and its stream end, instead of this worker's memory
 STATE_INTERVAL_S = 0.1  # how old the worker's state may get at a gateway while tokens flow
+STATE_LEAST_S = 0.005  # between two states, however much happens
 
 
 class Attachment:
-    """Requests of one gateway, each pumped by one task, and the steps that wait to be sent.
+    """Commands of one gateway, each performed by one task, and the frame that is being gathered.
 
     All requests that get a token in one step of the engine wake in one burst of the event loop; the sender, woken by the first of
-    them, runs after the burst and so takes all of it.
+    them, runs after the burst and so takes all of it. Under pressure (pace.py) a frame waits a little, if no client's first token is in it.
     """
 
     def __init__(self, gateway_id: str, worker: LocalWorker, heartbeat_s: float) -> None:
         self.gateway_id = gateway_id
         self._worker = worker
         self._heartbeat_s = heartbeat_s
-        self._pending: list[pb.RequestStep] = []
+        self._frame = pb.StepFrame()
+        self._steps: dict[int, pb.RequestStep] = {}  # of the frame that is being gathered
+        self._num_pending = 0  # tokens in it
+        self._is_urgent = False  # somebody waits for what is in it
+        self._rests_until_s = 0.0
         self._wake = asyncio.Event()
-        self._requests: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ended: DisaggError | None = None
         self._state_due_s = 0.0
+        self._state_sent_s = 0.0
         self._is_poked = False
         self._last_step = -1  # number of the latest engine step that this gateway was told of
 
-    def start(self, key: str, chunks: AsyncGenerator[Chunk, None]) -> None:
-        """Run a request; its steps go to this gateway under `key`."""
-        task = asyncio.create_task(self._pump(key, chunks))
-        self._requests[key] = task
-        task.add_done_callback(lambda _: self._forget(key))  # a task cancelled before its first step has no `finally`
-
-    def cancel(self, key: str) -> None:
-        """Stop a request and free what it holds. Unknown is fine: it has ended."""
-        task = self._requests.get(key)
-        if task is not None:
-            task.cancel()
+    def perform(self, command: pb.Command) -> None:
+        """Begin what the gateway wants. Never raises: what goes wrong is told under the command's key."""
+        key = command.key
+        if command.HasField("cancel"):
+            task = self._tasks.get(command.cancel)
+            if task is not None:  # else it has ended
+                task.cancel()
+        elif command.HasField("start"):
+            self._run(key, self._start(key, command.start))
+        else:
+            self._run(key, self._call(key, command))
 
     @property
     def has_ended(self) -> bool:
@@ -63,7 +71,7 @@ class Attachment:
 
     async def close(self) -> None:
         """Cancel all its requests; returns when what they held is free."""
-        tasks = list(self._requests.values())
+        tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         if tasks:
@@ -81,34 +89,47 @@ class Attachment:
         )
         return pb.StepFrame(hello=hello, state=self._state())
 
-    def poke(self) -> None:
-        """Something that the gateway should hear of has happened: the next frame goes out as soon as a state is due."""
-        self._is_poked = True
-        self._wake.set()
+    def wrote(self, write_s: float) -> None:
+        """The last frame took so long to write."""
+        rest = rest_s(write_s)
+        self._rests_until_s = time.monotonic() + rest if rest else 0.0
 
     async def next_frame(self) -> pb.StepFrame:
-        """The steps since the last frame, or after `heartbeat_s` without any just the state. Raises what `end` was given."""
-        while not self._pending and self._ended is None:
-            until_due_s = self._state_due_s - time.monotonic()
-            if until_due_s <= 0 and (self._is_poked or self._state_due_s == 0.0):
-                break
+        """What came since the last frame, or after `heartbeat_s` without anything just the state. Raises what `end` was given."""
+        beat_due_s = time.monotonic() + self._heartbeat_s
+        while (wait_s := self._due_in_s(beat_due_s)) > 0:
             self._wake.clear()
+            timer = asyncio.get_running_loop().call_later(wait_s, self._wake.set)
             try:
-                async with asyncio.timeout(until_due_s if self._is_poked else self._heartbeat_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                break
-        if self._ended is not None and not self._pending:
+                await self._wake.wait()
+            finally:
+                timer.cancel()
+        if self._ended is not None and not self._has_pending:
             raise self._ended
-        steps, self._pending = self._pending, []
-        frame = pb.StepFrame(requests=steps)
+        frame = self._frame
         now_s = time.monotonic()
-        if not steps or now_s >= self._state_due_s:
-            self._state_due_s = now_s + STATE_INTERVAL_S
+        if not self._has_pending or now_s >= self._state_due_s:
+            self._state_sent_s, self._state_due_s = now_s, now_s + STATE_INTERVAL_S
             self._is_poked = False
             frame.state.CopyFrom(self._state())
             self._worker.renew(self.gateway_id)
+        self._frame, self._steps, self._num_pending, self._is_urgent = pb.StepFrame(), {}, 0, False
         return frame
+
+    @property
+    def _has_pending(self) -> bool:
+        return bool(self._steps or self._frame.replies)
+
+    def _due_in_s(self, beat_due_s: float) -> float:
+        """How long the next frame has to wait, if nothing else happens."""
+        if self._is_urgent or self._ended is not None:
+            return 0.0
+        due_s = beat_due_s
+        if self._is_poked:
+            due_s = min(due_s, self._state_due_s)
+        if self._has_pending:
+            due_s = min(due_s, self._rests_until_s)
+        return due_s - time.monotonic()
 
     def _state(self) -> pb.State:
         """The worker's state with the steps since the last one."""
@@ -118,31 +139,107 @@ class Attachment:
             self._last_step = state.steps[-1].number
         return message
 
-    async def _pump(self, key: str, chunks: AsyncGenerator[Chunk, None]) -> None:
-        """One request from start to end. Never raises: its end is a step."""
-        try:
-            async with aclosing(chunks) as stream:
-                async for chunk in stream:
-                    self._add(wire.chunk_to_wire(key, chunk))
-        except DisaggError as error:
-            self._add(wire.error_to_wire(key, error))
-        except Exception as error:
-            log.exception("request %s of gateway %.8s failed", key, self.gateway_id)
-            self._add(wire.error_to_wire(key, EngineError(f"worker {self._worker.name} failed: {error!r}")))
+    # ---- commands
 
-    def _forget(self, key: str) -> None:
-        del self._requests[key]
-        self._state_due_s = 0.0  # room came free: the gateway learns of it at once
+    def _run(self, key: int, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._ended_task(key))  # a task cancelled before its first step has no `finally`
+
+    def _ended_task(self, key: int) -> None:
+        """Room may have come free: the gateway should hear of it soon."""
+        del self._tasks[key]
+        self._state_due_s = min(self._state_due_s, self._state_sent_s + STATE_LEAST_S)
+        self._is_poked = True
         self._wake.set()
 
-    def _add(self, step: pb.RequestStep) -> None:
+    async def _call(self, key: int, command: pb.Command) -> None:
+        """A command that is replied to."""
+        reply = pb.Reply(key=key)
+        try:
+            self._check()
+            match command.WhichOneof("what"):
+                case "prefill":
+                    request, transfer = wire.request_from_wire(command.prefill.request), wire.transfer_from_wire(command.prefill.transfer)
+                    prefilled = await self._worker.prefill(request, transfer, self.gateway_id)
+                    reply.prefilled.CopyFrom(wire.prefilled_to_wire(prefilled))
+                case "fetch":
+                    await self._worker.fetch(wire.transfer_from_wire(command.fetch), self.gateway_id)
+                case "release":
+                    await self._worker.release(wire.transfer_from_wire(command.release))
+                case other:
+                    raise EngineError(f"worker {self._worker.name} knows no command {other!r}")
+        except DisaggError as error:
+            reply.error = to_wire(error)
+        except Exception as error:
+            log.exception("command %d of gateway %.8s failed", key, self.gateway_id)
+            reply.error = to_wire(self._fault(error))
+        if self._ended is None:
+            self._frame.replies.append(reply)
+            self._is_urgent |= command.HasField("prefill")  # a client waits for it
+            self._wake.set()
+
+    async def _start(self, key: int, command: pb.StartCommand) -> None:
+        """One request's tokens from start to end. Never raises: its end is a step."""
+        try:
+            self._check()
+            async with aclosing(self._chunks(command)) as stream:
+                is_first = not command.HasField("prefilled")  # that first token was the prefill's
+                async for chunk in stream:
+                    self._add(key, chunk, is_urgent=is_first)
+                    is_first = False
+        except DisaggError as error:
+            self._fail(key, error)
+        except Exception as error:
+            log.exception("request %d of gateway %.8s failed", key, self.gateway_id)
+            self._fail(key, self._fault(error))
+
+    def _chunks(self, command: pb.StartCommand) -> AsyncGenerator[Chunk, None]:
+        request = wire.request_from_wire(command.request)
+        if not command.HasField("transfer"):
+            return self._worker.generate(request)
+        transfer, prefilled = wire.transfer_from_wire(command.transfer), wire.prefilled_from_wire(command.prefilled)
+        return self._worker.decode(request, prefilled, transfer, self.gateway_id)
+
+    def _check(self) -> None:
+        if not self._worker.is_alive:
+            raise WorkerLostError(f"worker {self._worker.name} lost its engine", worker=self._worker.name)
+
+    def _fault(self, error: Exception) -> EngineError:
+        return EngineError(f"worker {self._worker.name} failed: {error!r}")
+
+    # ---- the frame
+
+    def _add(self, key: int, chunk: Chunk, *, is_urgent: bool) -> None:
         if self._ended is not None:
             return
-        self._pending.append(step)
-        self._wake.set()
-        if len(self._pending) > MAX_PENDING_STEPS:
-            log.warning("gateway %.8s left %d steps unread: its stream ends", self.gateway_id, len(self._pending))
-            self._pending.clear()
-            self.end(RejectedError(f"the gateway left {MAX_PENDING_STEPS} steps unread", retry_after_s=1.0))
-            for task in self._requests.values():
-                task.cancel()
+        wire.add_chunk(self._step(key), chunk)
+        if is_urgent:
+            self._is_urgent = True
+            self._wake.set()
+        self._num_pending += len(chunk.tokens) or 1
+        if self._num_pending > MAX_PENDING_TOKENS:
+            self._cut_off()
+
+    def _fail(self, key: int, error: DisaggError) -> None:
+        if self._ended is None:
+            self._step(key).error = to_wire(error)
+            self._is_urgent = True
+            self._wake.set()
+
+    def _step(self, key: int) -> pb.RequestStep:
+        """The request's share of the frame that is being gathered."""
+        step = self._steps.get(key)
+        if step is None:
+            if not self._has_pending:
+                self._wake.set()
+            step = self._steps[key] = self._frame.requests.add()
+            step.key = key
+        return step
+
+    def _cut_off(self) -> None:
+        log.warning("gateway %.8s left %d tokens unread: its stream ends", self.gateway_id, self._num_pending)
+        self._frame, self._steps, self._num_pending = pb.StepFrame(), {}, 0
+        self.end(RejectedError(f"the gateway left {MAX_PENDING_TOKENS} tokens unread", retry_after_s=1.0))
+        for task in self._tasks.values():
+            task.cancel()

@@ -19,7 +19,7 @@ class RemoteChunks:
     bounded by the request's `max_tokens`.
     """
 
-    __slots__ = ("_abandon", "_ended", "_error", "_ready", "_timer", "_waiter", "started")
+    __slots__ = ("_abandon", "_ended", "_error", "_ready", "_timer", "_waiter")
 
     def __init__(self, abandon: Callable[[], None], timeout_s: float | None) -> None:
         self._abandon: Callable[[], None] | None = abandon
@@ -27,7 +27,6 @@ class RemoteChunks:
         self._waiter: asyncio.Future[None] | None = None
         self._error: DisaggError | None = None
         self._ended = False
-        self.started: asyncio.Task[None] | None = None  # the start call, owned by the worker's client
         self._timer = None
         if timeout_s is not None:
             loop = asyncio.get_running_loop()

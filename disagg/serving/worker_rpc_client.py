@@ -1,8 +1,9 @@
 """A worker at the other end of gRPC: `RemoteWorker` implements the protocol `Worker`.
 
-One Attach stream per worker brings the tokens of all requests, the worker's state and its heartbeats. The worker counts as lost as soon
-as the connection breaks, the stream ends, or nothing came for `timeout_s`; then everything pending raises WorkerLostError at once,
-and the object stays lost: a worker that comes back is a new RemoteWorker with a new epoch.
+One stream per worker carries all: commands there, and back their replies, the tokens of all requests, the worker's state and heartbeats.
+A call of its own for each command would cost more than all else that is done for a request. The worker counts as lost as soon as the
+connection breaks, the stream ends, or nothing came for `timeout_s`; then everything pending raises WorkerLostError at once, and the
+object stays lost: a worker that comes back is a new RemoteWorker with a new epoch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Coroutine
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self
 
 import grpc
 import grpc.aio
@@ -22,6 +23,7 @@ from disagg.errors import DeadlineError, DisaggError, EngineError, WorkerLostErr
 from disagg.pb import worker_pb2 as pb
 from disagg.pb import worker_pb2_grpc
 from disagg.serving import worker_rpc_messages as wire
+from disagg.serving.pace import rest_s
 from disagg.serving.signal import Signal
 from disagg.serving.worker_rpc_channel import CHANNEL_OPTIONS, ERROR_KEY
 from disagg.serving.worker_rpc_chunks import RemoteChunks
@@ -29,18 +31,8 @@ from disagg.types import EngineState, KvAddress, Prefilled, Request, Transfer
 
 log = logging.getLogger(__name__)
 
-ReplyT = TypeVar("ReplyT", covariant=True)
-
 KEPT_REPORTS = 64  # that nobody has asked for
-CONTROL_TIMEOUT_S = 10.0  # a start, cancel or release is answered at once by a healthy worker
-
-
-class _Call(Protocol[ReplyT]):
-    """A gRPC call under way: awaitable, cancellable."""
-
-    def __await__(self) -> Any: ...
-
-    def cancel(self) -> bool: ...
+CONTROL_TIMEOUT_S = 10.0  # a release is answered at once by a healthy worker
 
 
 class RemoteWorker:
@@ -55,7 +47,11 @@ class RemoteWorker:
         self._gateway_id = gateway_id
         self._timeout_s = timeout_s
         self._changes = changes
-        self._attach: _Call[Any] | None = None
+        self._attach: Any = None  # the stream's call
+        self._writer: asyncio.Task[None] | None = None
+        self._outgoing = pb.GatewayFrame()  # commands that wait for the writer
+        self._has_outgoing = asyncio.Event()
+        self._is_urgent = asyncio.Event()  # a client waits for what one of them brings
         self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
         self._lost = asyncio.Event()
@@ -63,8 +59,8 @@ class RemoteWorker:
         self._state = EngineState(epoch="")
         self._reports: deque[EngineState] = deque(maxlen=KEPT_REPORTS)
         self._address = KvAddress(name, "", "", ())
-        self._streams: dict[str, RemoteChunks] = {}
-        self._calls: set[_Call[Any]] = set()
+        self._streams: dict[int, RemoteChunks] = {}
+        self._replies: dict[int, asyncio.Future[pb.Reply]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._keys = itertools.count()
         self._heard_s = time.monotonic()
@@ -76,9 +72,10 @@ class RemoteWorker:
         `changes` fires whenever the worker's state changes or it is lost.
         """
         self = cls(name, target, gateway_id, timeout_s, changes)
-        attach = self._stub.Attach(pb.AttachRequest(gateway_id=gateway_id))
+        attach = self._stub.Attach()
         try:
             async with asyncio.timeout(timeout_s):
+                await attach.write(pb.GatewayFrame(gateway_id=gateway_id))
                 frame = await attach.read()
             if frame is grpc.aio.EOF or not frame.HasField("hello"):
                 raise WorkerLostError(f"worker {name} at {target} did not say hello", worker=name)
@@ -94,6 +91,7 @@ class RemoteWorker:
         self._welcome(frame)
         self._attach = attach
         self._spawn(self._read(attach))
+        self._writer = self._spawn(self._write(attach))
         self._check_silence()
         return self
 
@@ -124,39 +122,30 @@ class RemoteWorker:
         return reports
 
     async def prefill(self, request: Request, transfer: Transfer) -> Prefilled:
-        call = pb.PrefillCall(
-            gateway_id=self._gateway_id, request=wire.request_to_wire(request), transfer=wire.transfer_to_wire(transfer), epoch=self.epoch
-        )
-        reply = await self._unary(self._stub.Prefill, call, _remaining_s(request))
-        return wire.prefilled_from_wire(reply)
+        command = pb.PrefillCommand(request=wire.request_to_wire(request), transfer=wire.transfer_to_wire(transfer))
+        reply = await self._call(pb.Command(prefill=command), _remaining_s(request))
+        return wire.prefilled_from_wire(reply.prefilled)
 
     async def fetch(self, transfer: Transfer) -> None:
-        call = pb.FetchCall(gateway_id=self._gateway_id, transfer=wire.transfer_to_wire(transfer), epoch=self.epoch)
-        await self._unary(self._stub.Fetch, call, None)
+        await self._call(pb.Command(fetch=wire.transfer_to_wire(transfer)), None)
 
     async def release(self, transfer: Transfer) -> None:
-        call = pb.ReleaseCall(gateway_id=self._gateway_id, transfer=wire.transfer_to_wire(transfer))
         try:
-            await self._unary(self._stub.Release, call, CONTROL_TIMEOUT_S)
+            await self._call(pb.Command(release=wire.transfer_to_wire(transfer)), CONTROL_TIMEOUT_S)
         except DeadlineError as error:  # this gateway's heartbeats would keep the entry for ever
             self.lose(f"it does not answer a release: {error.message}")
             raise self._lost_error() from error
 
     def decode(self, request: Request, prefilled: Prefilled, transfer: Transfer) -> RemoteChunks:
         """Starts at the call, not at the first iteration: the worker decodes while the caller hands the first token on."""
-        call = pb.StartCall(
-            gateway_id=self._gateway_id,
-            request=wire.request_to_wire(request),
-            transfer=wire.transfer_to_wire(transfer),
-            prefilled=wire.prefilled_to_wire(prefilled),
-            epoch=self.epoch,
+        command = pb.StartCommand(
+            request=wire.request_to_wire(request), transfer=wire.transfer_to_wire(transfer), prefilled=wire.prefilled_to_wire(prefilled)
         )
-        return self._start(call, request)
+        return self._start(command, request)
 
     def generate(self, request: Request) -> RemoteChunks:
         """Starts at the call."""
-        call = pb.StartCall(gateway_id=self._gateway_id, request=wire.request_to_wire(request), epoch=self.epoch)
-        return self._start(call, request)
+        return self._start(pb.StartCommand(request=wire.request_to_wire(request)), request)
 
     # ---- life
 
@@ -188,53 +177,91 @@ class RemoteWorker:
         for stream in list(self._streams.values()):
             stream.fail(self._lost_error())
         self._streams.clear()
-        for call in [*self._calls, self._attach]:
-            if call is not None:
-                call.cancel()
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(self._lost_error())
+        if self._attach is not None and self._writer is not None:
+            self._writer.cancel()
+            self._attach.cancel()
         self._changes.fire()
 
     def assert_empty(self) -> None:
         """Nothing of ours is left running on the worker, as far as this side knows."""
         assert not self._streams, f"{self.name}: streams {list(self._streams)} are open"
-        assert not self._calls, f"{self.name}: {len(self._calls)} calls are pending"
+        assert not self._replies, f"{self.name}: {len(self._replies)} calls are pending"
 
     # ---- machinery
 
-    def _start(self, call: pb.StartCall, request: Request) -> RemoteChunks:
-        call.request_key = key = str(next(self._keys))
+    def _start(self, start: pb.StartCommand, request: Request) -> RemoteChunks:
+        key = next(self._keys)
         chunks = RemoteChunks(lambda: self._abandon(key), _remaining_s(request))
         if self.is_lost:
             chunks.fail(self._lost_error())
             return chunks
         self._streams[key] = chunks
-        chunks.started = self._spawn(self._send_start(call, chunks))
+        self._send(pb.Command(key=key, start=start))
         return chunks
 
-    async def _send_start(self, call: pb.StartCall, chunks: RemoteChunks) -> None:
-        try:
-            await self._unary(self._stub.Start, call, CONTROL_TIMEOUT_S)
-        except DisaggError as error:
-            self._streams.pop(call.request_key, None)
-            chunks.fail(error)
-
-    def _abandon(self, key: str) -> None:
+    def _abandon(self, key: int) -> None:
         """The reader of a stream left before its end: the worker must stop it."""
-        chunks = self._streams.pop(key, None)
-        if chunks is not None and not self.is_lost:
-            self._spawn(self._cancel(key, chunks))
+        if self._streams.pop(key, None) is not None and not self.is_lost:
+            self._send(pb.Command(cancel=key))
 
-    async def _cancel(self, key: str, chunks: RemoteChunks) -> None:
-        """After the start was answered: a cancel that overtakes its start would be lost."""
-        if chunks.started is not None:
-            await asyncio.wait({chunks.started}, timeout=CONTROL_TIMEOUT_S)
+    async def _call(self, command: pb.Command, timeout_s: float | None) -> pb.Reply:
+        """A command and its reply. Raises the worker's typed error, WorkerLostError, or DeadlineError."""
+        if self.is_lost:
+            raise self._lost_error()
+        if timeout_s is not None and timeout_s <= 0:
+            raise DeadlineError("the request's deadline passed")
+        key = command.key = next(self._keys)
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[pb.Reply] = loop.create_future()
+        timer = loop.call_later(timeout_s, _expire, reply, self.name) if timeout_s is not None else None
+        self._replies[key] = reply
+        self._send(command)
         try:
-            await self._unary(self._stub.Cancel, pb.CancelCall(gateway_id=self._gateway_id, request_key=key), CONTROL_TIMEOUT_S)
-        except WorkerLostError:
-            return  # with the worker its requests are gone
-        except DisaggError as error:
-            self.lose(f"it does not answer a cancel: {error.message}")
+            found = await reply
+        except (asyncio.CancelledError, DeadlineError):
+            self._send(pb.Command(cancel=key))
+            raise
+        finally:
+            del self._replies[key]
+            if timer is not None:
+                timer.cancel()
+        if found.error:
+            raise self._lose_by(from_wire(found.error))
+        return found
 
-    async def _read(self, attach: grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.StepFrame]) -> None:
+    def _send(self, command: pb.Command) -> None:
+        """Hand it to the writer: what comes in one burst of the event loop travels in one message, in order."""
+        self._outgoing.commands.append(command)
+        self._has_outgoing.set()
+        if command.HasField("prefill") or (command.HasField("start") and not command.start.HasField("transfer")):
+            self._is_urgent.set()
+
+    async def _write(self, attach: Any) -> None:
+        try:
+            while True:
+                await self._has_outgoing.wait()
+                self._has_outgoing.clear()
+                self._is_urgent.clear()
+                frame, self._outgoing = self._outgoing, pb.GatewayFrame()
+                began_s = time.monotonic()
+                await attach.write(frame)
+                if rest := rest_s(time.monotonic() - began_s):
+                    await self._rest(rest)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            log.debug("worker %s takes no more commands: %r", self.name, error)  # the reader says why it is lost
+
+    async def _rest(self, rest: float) -> None:
+        """Under pressure (pace.py) commands travel together; but not those for whose token a client waits."""
+        timer = asyncio.get_running_loop().call_later(rest, self._is_urgent.set)
+        try:
+            await self._is_urgent.wait()
+        finally:
+            timer.cancel()
+
+    async def _read(self, attach: Any) -> None:
         try:
             while isinstance(frame := await attach.read(), pb.StepFrame):
                 self._heard_s = time.monotonic()
@@ -250,20 +277,21 @@ class RemoteWorker:
 
     def _take_frame(self, frame: pb.StepFrame) -> None:
         """The hot path: once per engine step."""
+        for reply in frame.replies:
+            waiting = self._replies.get(reply.key)
+            if waiting is not None and not waiting.done():  # else its caller has left
+                waiting.set_result(reply)
         streams = self._streams
         for step in frame.requests:
-            chunks = streams.get(step.request_key)
+            chunks = streams.get(step.key)
             if chunks is None:
                 continue  # abandoned meanwhile
+            if step.finish or step.error:
+                del streams[step.key]
+            if step.token_ids or step.tokens or step.finish:
+                chunks.feed(wire.chunk_from_wire(step))
             if step.error:
-                del streams[step.request_key]
-                error = wire.error_from_wire(step)
-                chunks.fail(error)
-                self._lose_by(error)
-                continue
-            if step.finish:
-                del streams[step.request_key]
-            chunks.feed(wire.chunk_from_wire(step))
+                chunks.fail(self._lose_by(from_wire(step.error)))
         if frame.HasField("state"):
             self._state = wire.state_from_wire(frame.state, self.epoch)
             self._reports.append(self._state)
@@ -285,32 +313,11 @@ class RemoteWorker:
             return
         asyncio.get_running_loop().call_later(left_s, self._check_silence, now_s + left_s)
 
-    async def _unary(self, method: Any, message: Any, timeout_s: float | None) -> Any:
-        """One unary call. Raises the worker's typed error, WorkerLostError, or DeadlineError."""
-        if self.is_lost:
-            raise self._lost_error()
-        if timeout_s is not None and timeout_s <= 0:
-            raise DeadlineError("the request's deadline passed")
-        call = method(message, timeout=timeout_s)
-        self._calls.add(call)
-        try:
-            return await call
-        except grpc.aio.AioRpcError as error:
-            typed = _error_of(error, self.name)
-            self._lose_by(typed)
-            raise typed from error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._lost.is_set() and not (task and task.cancelling()):
-                raise self._lost_error() from None
-            raise
-        finally:
-            self._calls.discard(call)
-
-    def _lose_by(self, error: DisaggError) -> None:
-        """A worker that says of itself that it is lost gets no second chance, or a retry would run into it again."""
+    def _lose_by(self, error: DisaggError) -> DisaggError:
+        """A worker that says of itself that it is lost gets no second chance, or a retry would run into it again. Returns `error`."""
         if isinstance(error, WorkerLostError) and error.worker == self.name:
             self.lose(error.message)
+        return error
 
     def _lost_error(self) -> WorkerLostError:
         return WorkerLostError(f"worker {self.name} was lost: {self._lost_reason}", worker=self.name)
@@ -320,6 +327,11 @@ class RemoteWorker:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _expire(reply: asyncio.Future[pb.Reply], worker: str) -> None:
+    if not reply.done():
+        reply.set_exception(DeadlineError(f"worker {worker} did not answer before the deadline"))
 
 
 def _remaining_s(request: Request) -> float | None:

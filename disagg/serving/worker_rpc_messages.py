@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import fields
+from functools import lru_cache
 
-from disagg.errors import DisaggError, from_wire, to_wire
 from disagg.pb import worker_pb2 as pb
 from disagg.types import (
     Chunk,
@@ -158,15 +158,19 @@ def token_to_wire(token: Token) -> pb.StepToken:
     return pb.StepToken(id=token.token_id, logprob=token.logprob, top=top, rank=token.rank)
 
 
+@lru_cache(maxsize=1 << 16)
+def plain_token(token_id: int) -> Token:
+    """A token without logprobs: a value, so one object serves all answers."""
+    return Token(token_id)
+
+
 def token_from_wire(m: pb.StepToken) -> Token:
     if not m.HasField("logprob"):
-        return Token(m.id)
+        return plain_token(m.id)
     return Token(m.id, m.logprob, tuple([TopLogprob(t.id, t.logprob) for t in m.top]), m.rank)
 
 
-def prompt_logprobs_to_wire(table: PromptLogprobs | None) -> pb.PromptLogprobs | None:
-    if table is None:
-        return None
+def prompt_logprobs_to_wire(table: PromptLogprobs) -> pb.PromptLogprobs:
     return pb.PromptLogprobs(width=table.width, token_ids=table.token_ids, logprobs=table.logprobs, ranks=table.ranks)
 
 
@@ -179,7 +183,7 @@ def prefilled_to_wire(prefilled: Prefilled) -> pb.PrefillReply:
         first=token_to_wire(prefilled.first),
         finish=_FINISH_TO_WIRE[prefilled.finish],
         cached_tokens=prefilled.cached_tokens,
-        prompt_logprobs=prompt_logprobs_to_wire(prefilled.prompt_logprobs),
+        prompt_logprobs=prompt_logprobs_to_wire(prefilled.prompt_logprobs) if prefilled.prompt_logprobs is not None else None,
     )
 
 
@@ -188,27 +192,25 @@ def prefilled_from_wire(m: pb.PrefillReply) -> Prefilled:
     return Prefilled(token_from_wire(m.first), _FINISH_FROM_WIRE[m.finish], m.cached_tokens, table)
 
 
-def chunk_to_wire(key: str, chunk: Chunk) -> pb.RequestStep:
-    return pb.RequestStep(
-        request_key=key,
-        tokens=[token_to_wire(t) for t in chunk.tokens],
-        finish=_FINISH_TO_WIRE[chunk.finish],
-        cached_tokens=chunk.cached_tokens,
-        prompt_logprobs=prompt_logprobs_to_wire(chunk.prompt_logprobs),
-    )
+def add_chunk(step: pb.RequestStep, chunk: Chunk) -> None:
+    """Put a chunk behind what `step` holds of the same request."""
+    for token in chunk.tokens:
+        if token.logprob is None and not step.tokens:
+            step.token_ids.append(token.token_id)
+        else:
+            step.tokens.append(token_to_wire(token))
+    if chunk.finish is not None:
+        step.finish = _FINISH_TO_WIRE[chunk.finish]
+    if chunk.cached_tokens:
+        step.cached_tokens = chunk.cached_tokens
+    if chunk.prompt_logprobs is not None:
+        step.prompt_logprobs.CopyFrom(prompt_logprobs_to_wire(chunk.prompt_logprobs))
 
 
 def chunk_from_wire(m: pb.RequestStep) -> Chunk:
     table = prompt_logprobs_from_wire(m.prompt_logprobs) if m.HasField("prompt_logprobs") else None
-    return Chunk(tuple([token_from_wire(t) for t in m.tokens]), _FINISH_FROM_WIRE[m.finish], table, m.cached_tokens)
-
-
-def error_to_wire(key: str, error: DisaggError) -> pb.RequestStep:
-    return pb.RequestStep(request_key=key, error=to_wire(error))
-
-
-def error_from_wire(m: pb.RequestStep) -> DisaggError:
-    return from_wire(m.error)
+    plain = tuple(map(plain_token, m.token_ids))
+    return Chunk(plain + tuple(map(token_from_wire, m.tokens)) if m.tokens else plain, _FINISH_FROM_WIRE[m.finish], table, m.cached_tokens)
 
 
 _STATE_FIELDS = (

@@ -4,40 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn, Self, TypeVar
+import time
+from typing import Any, NoReturn, Self
 
 import grpc
 import grpc.aio
 
-from disagg.errors import (
-    CancelledRequestError,
-    DeadlineError,
-    DisaggError,
-    EngineError,
-    InvalidRequestError,
-    PlacementError,
-    RejectedError,
-    UnavailableError,
-    WorkerLostError,
-    to_wire,
-)
+from disagg.errors import CancelledRequestError, DisaggError, PlacementError, RejectedError, UnavailableError, WorkerLostError, to_wire
 from disagg.pb import worker_pb2 as pb
 from disagg.pb import worker_pb2_grpc
-from disagg.serving import worker_rpc_messages as wire
 from disagg.serving.worker import LocalWorker
 from disagg.serving.worker_rpc_attachment import Attachment
 from disagg.serving.worker_rpc_channel import ERROR_KEY, SERVER_OPTIONS, keepalive_options
 
 log = logging.getLogger(__name__)
 
-CallT = TypeVar("CallT")
-ReplyT = TypeVar("ReplyT")
-
 _STATUS: tuple[tuple[type[DisaggError], grpc.StatusCode], ...] = (
-    (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (RejectedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (CancelledRequestError, grpc.StatusCode.CANCELLED),
     (UnavailableError, grpc.StatusCode.UNAVAILABLE),
     (DisaggError, grpc.StatusCode.INTERNAL),
@@ -92,7 +75,7 @@ class WorkerServer:
 
 
 class _Servicer(worker_pb2_grpc.WorkerServicer):
-    """The calls. Each checks the epoch, runs on the LocalWorker, and turns typed errors into a status with the error beside it."""
+    """The stream. Its end has a typed error beside the status."""
 
     def __init__(self, worker: LocalWorker, heartbeat_s: float) -> None:
         self._worker = worker
@@ -105,92 +88,46 @@ class _Servicer(worker_pb2_grpc.WorkerServicer):
             await attachment.close()
             attachment.end(error)
 
-    async def Attach(self, request: pb.AttachRequest, context: Any) -> None:  # noqa: N802
-        attachment = Attachment(request.gateway_id, self._worker, self._heartbeat_s)
-        previous = self._attachments.get(request.gateway_id)
-        self._attachments[request.gateway_id] = attachment
-        log.info("gateway %.8s attached", request.gateway_id)
+    async def Attach(self, requests: Any, context: Any) -> None:  # noqa: N802
+        first = await context.read()
+        if not isinstance(first, pb.GatewayFrame) or not first.gateway_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first frame of a gateway must name it (gateway_id)")
+        gateway_id = first.gateway_id
+        attachment = Attachment(gateway_id, self._worker, self._heartbeat_s)
+        previous = self._attachments.get(gateway_id)
+        self._attachments[gateway_id] = attachment
+        log.info("gateway %.8s attached", gateway_id)
+        if previous is not None:
+            previous.end(RejectedError("the gateway attached again", retry_after_s=0.0))
+        reader = asyncio.create_task(_read(context, attachment))
         try:
-            if previous is not None:
-                previous.end(RejectedError("the gateway attached again", retry_after_s=0.0))
             await context.write(attachment.hello())
             while True:
-                await context.write(await attachment.next_frame())
+                frame = await attachment.next_frame()
+                began_s = time.monotonic()
+                await context.write(frame)
+                attachment.wrote(time.monotonic() - began_s)
         except DisaggError as error:
             await _abort(context, error)
         except grpc.aio.InternalError as error:
-            log.info("gateway %.8s is gone: %s", request.gateway_id, error)  # it went while a frame was being written
+            log.info("gateway %.8s is gone: %s", gateway_id, error)  # it went while a frame was being written
         finally:
-            if self._attachments.get(request.gateway_id) is attachment:
-                del self._attachments[request.gateway_id]
-            log.info("gateway %.8s detached", request.gateway_id)
+            reader.cancel()
+            if self._attachments.get(gateway_id) is attachment:
+                del self._attachments[gateway_id]
+            log.info("gateway %.8s detached", gateway_id)
             await attachment.close()
 
-    async def Prefill(self, call: pb.PrefillCall, context: Any) -> pb.PrefillReply:  # noqa: N802
-        async def run() -> pb.PrefillReply:
-            attachment = self._check(call.gateway_id, call.epoch)
-            request, transfer = wire.request_from_wire(call.request), wire.transfer_from_wire(call.transfer)
-            try:
-                return wire.prefilled_to_wire(await self._worker.prefill(request, transfer, call.gateway_id))
-            finally:
-                attachment.poke()
 
-        return await _answered(run, context)
-
-    async def Fetch(self, call: pb.FetchCall, context: Any) -> pb.FetchReply:  # noqa: N802
-        async def run() -> pb.FetchReply:
-            self._check(call.gateway_id, call.epoch)
-            await self._worker.fetch(wire.transfer_from_wire(call.transfer), call.gateway_id)
-            return pb.FetchReply()
-
-        return await _answered(run, context)
-
-    async def Start(self, call: pb.StartCall, context: Any) -> pb.StartReply:  # noqa: N802
-        async def run() -> pb.StartReply:
-            attachment = self._check(call.gateway_id, call.epoch)
-            request = wire.request_from_wire(call.request)
-            if call.HasField("transfer"):
-                transfer, prefilled = wire.transfer_from_wire(call.transfer), wire.prefilled_from_wire(call.prefilled)
-                chunks = self._worker.decode(request, prefilled, transfer, call.gateway_id)
-            else:
-                chunks = self._worker.generate(request)
-            attachment.start(call.request_key, chunks)
-            return pb.StartReply()
-
-        return await _answered(run, context)
-
-    async def Cancel(self, call: pb.CancelCall, context: Any) -> pb.CancelReply:  # noqa: N802
-        attachment = self._attachments.get(call.gateway_id)
-        if attachment is not None:
-            attachment.cancel(call.request_key)
-        return pb.CancelReply()
-
-    async def Release(self, call: pb.ReleaseCall, context: Any) -> pb.ReleaseReply:  # noqa: N802
-        await self._worker.release(wire.transfer_from_wire(call.transfer))
-        return pb.ReleaseReply()
-
-    def _check(self, gateway_id: str, epoch: str) -> Attachment:
-        """The caller's stream. A call for another life of this worker, or without a stream, is refused."""
-        name = self._worker.name
-        if epoch != self._worker.epoch:
-            raise WorkerLostError(f"worker {name} lives in epoch {self._worker.epoch}, not {epoch}", worker=name)
-        if not self._worker.is_alive:
-            raise WorkerLostError(f"worker {name} lost its engine", worker=name)
-        attachment = self._attachments.get(gateway_id)
-        if attachment is None or attachment.has_ended:
-            raise WorkerLostError(f"gateway {gateway_id} is not attached to worker {name}", worker=name)
-        return attachment
-
-
-async def _answered(run: Callable[[], Awaitable[ReplyT]], context: Any) -> ReplyT:
-    """The reply of `run`, or its typed error as the call's status."""
+async def _read(context: Any, attachment: Attachment) -> None:
+    """Perform what the gateway sends, until it sends no more."""
     try:
-        return await run()
-    except DisaggError as error:
-        await _abort(context, error)
-    except Exception as error:
-        log.exception("a call failed")
-        await _abort(context, EngineError(f"unexpected: {error!r}"))
+        while isinstance(frame := await context.read(), pb.GatewayFrame):
+            for command in frame.commands:
+                attachment.perform(command)
+    except grpc.aio.InternalError as error:
+        log.info("gateway %.8s sends no more: %s", attachment.gateway_id, error)
+    attachment.end(CancelledRequestError("the gateway ended its side of the stream"))
 
 
 async def _abort(context: Any, error: DisaggError) -> NoReturn:

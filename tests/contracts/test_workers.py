@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -15,7 +14,7 @@ import grpc.aio
 import pytest
 
 from disagg.engine.engine import Worker
-from disagg.errors import DeadlineError, EngineError, InvalidRequestError, TransferError, TransferFencedError, WorkerLostError
+from disagg.errors import DeadlineError, EngineError, InvalidRequestError, TransferError, TransferFencedError, WorkerLostError, from_wire
 from disagg.kv.layout import hash_tokens
 from disagg.pb import worker_pb2 as pb
 from disagg.pb import worker_pb2_grpc
@@ -242,18 +241,33 @@ async def test_one_message_per_step_for_all_requests(remote: tuple[Cluster, Remo
     assert frames <= 1.3 * c.engine("colocated-0").num_steps
 
 
-async def test_calls_of_another_epoch_or_without_a_stream_are_refused(remote: tuple[Cluster, RemoteWorker]) -> None:
-    c, worker = remote
-    request = worker_rpc_messages.request_to_wire(c.request())
+async def test_a_stream_without_a_gateway_and_an_unknown_command_are_refused(remote: tuple[Cluster, RemoteWorker]) -> None:
+    _, worker = remote
     async with grpc.aio.insecure_channel(worker.target) as channel:
         stub: Any = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
-        attached = c.pool.gateway_id
-        for gateway_id, epoch, why in ((attached, "older", "lives in epoch"), ("stranger", worker.epoch, "not attached")):
-            with pytest.raises(grpc.aio.AioRpcError) as refusal:
-                await stub.Start(pb.StartCall(gateway_id=gateway_id, request_key="k", request=request, epoch=epoch), timeout=5)
-            assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert why in (refusal.value.details() or "")
+        nameless = stub.Attach()
+        await nameless.write(pb.GatewayFrame())
+        with pytest.raises(grpc.aio.AioRpcError, match="gateway_id"):
+            await nameless.read()
+        stream = stub.Attach()
+        await stream.write(pb.GatewayFrame(gateway_id="stranger", commands=[pb.Command(key=7)]))
+        await stream.write(pb.GatewayFrame(commands=[pb.Command(key=8), pb.Command(cancel=99)]))
+        async with asyncio.timeout(5):
+            while not (frame := await stream.read()).replies:
+                pass
+        assert [r.key for r in frame.replies] == [8]
+        assert isinstance(from_wire(frame.replies[0].error), EngineError)
+        stream.cancel()
     assert not worker.is_lost
+
+
+async def test_a_cancel_right_behind_its_start_frees_everything(remote: tuple[Cluster, RemoteWorker]) -> None:
+    c, worker = remote
+    for _ in range(3):
+        chunks = worker.generate(c.request(20, 4000))
+        await chunks.aclose()
+    await c.settle()
+    c.assert_empty()
 
 
 async def test_a_lost_connection_fails_all_that_is_pending_at_once(remote: tuple[Cluster, RemoteWorker]) -> None:
@@ -286,18 +300,17 @@ async def test_a_gateway_that_goes_away_leaves_nothing_running(remote: tuple[Clu
 async def test_a_gateway_that_does_not_read_is_cut_off(remote: tuple[Cluster, RemoteWorker], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its stream ends and its requests with it; another gateway's go on."""
     c, worker = remote
-    monkeypatch.setattr(worker_rpc_attachment, "MAX_PENDING_STEPS", 2000)
+    monkeypatch.setattr(worker_rpc_attachment, "MAX_PENDING_TOKENS", 2000)
     c.engine("colocated-0").settings.__dict__["speed"] = 0  # as many tokens as the machine can
     server = c.workers["colocated-0"]
     async with grpc.aio.insecure_channel(worker.target, options=[("grpc.http2.bdp_probe", 0)]) as channel:
         stub: Any = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
-        stream = stub.Attach(pb.AttachRequest(gateway_id="sleeper"))
+        stream = stub.Attach()
+        await stream.write(pb.GatewayFrame(gateway_id="sleeper"))
         await stream.read()
-        for key in range(16):
-            request = worker_rpc_messages.request_to_wire(c.request(5, 8000))
-            call = pb.StartCall(gateway_id="sleeper", request_key=f"{key:0>2000}", request=request, epoch=worker.epoch)
-            with contextlib.suppress(grpc.aio.AioRpcError):  # cut off already
-                await stub.Start(call, timeout=5)
+        requests = [worker_rpc_messages.request_to_wire(c.request(5, 8000)) for _ in range(32)]
+        commands = [pb.Command(key=key, start=pb.StartCommand(request=request)) for key, request in enumerate(requests, 1)]
+        await stream.write(pb.GatewayFrame(commands=commands))
         async with asyncio.timeout(30):
             while not server._servicer._attachments["sleeper"].has_ended:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -335,11 +348,10 @@ def test_messages_keep_everything() -> None:
     back = worker_rpc_messages.request_from_wire(worker_rpc_messages.request_to_wire(request))
     assert replace(back, arrival_s=5.0, deadline_s=9.0) == request
     chunk = Chunk((Token(5, -0.5, (TopLogprob(5, -0.5), TopLogprob(6, -1.5))), Token(6, 0.0)), FinishReason.STOP)
-    assert worker_rpc_messages.chunk_from_wire(worker_rpc_messages.chunk_to_wire("k", chunk)) == chunk
+    step = pb.RequestStep()
+    worker_rpc_messages.add_chunk(step, chunk)
+    assert worker_rpc_messages.chunk_from_wire(step) == chunk
     prefilled = Prefilled(Token(5, -0.5), FinishReason.LENGTH, 17)
     assert worker_rpc_messages.prefilled_from_wire(worker_rpc_messages.prefilled_to_wire(prefilled)) == prefilled
     state = EngineState("e", *range(1, 6), 0.5, *range(7, 12))
     assert worker_rpc_messages.state_from_wire(worker_rpc_messages.state_to_wire(state), "e") == state
-    error = worker_rpc_messages.error_from_wire(worker_rpc_messages.error_to_wire("k", EngineError("x")))
-    assert isinstance(error, EngineError)
-    assert Role.PREFILL == "prefill"

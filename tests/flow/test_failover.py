@@ -139,8 +139,8 @@ async def test_silent_worker_is_lost_after_the_timeout() -> None:
         await in_phase(c, Phase.DECODING)
         for attachment in c.workers["decode-0"]._servicer._attachments.values():
             attachment._heartbeat_s = 1e9
-            attachment._add = lambda step: None  # type: ignore[method-assign]
-            attachment._forget = attachment._requests.pop  # type: ignore[assignment]
+            attachment._wake = asyncio.Event()
+            attachment._wake.set = lambda: None  # type: ignore[method-assign]
         await c.pool.wait_lost("decode-0")
         await asyncio.gather(*tasks)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from disagg.pb import worker_pb2 as pb
 from disagg.serving.worker_rpc_messages import (
+    add_chunk,
     chunk_from_wire,
-    chunk_to_wire,
     prefilled_from_wire,
     prefilled_to_wire,
     request_from_wire,
@@ -72,8 +73,8 @@ def test_text_fields_stay_at_the_gateway() -> None:
 
 
 def test_steps_cross_whole() -> None:
-    for chunk in (Chunk(TOKENS, FinishReason.STOP, TABLE, 5), Chunk((), None)):
-        assert chunk_from_wire(chunk_to_wire("k", chunk)) == chunk
+    for chunk in (Chunk(TOKENS, FinishReason.STOP, TABLE, 5), Chunk((), None), Chunk((Token(3), Token(4)), FinishReason.LENGTH)):
+        assert chunk_from_wire(step_of(chunk)) == chunk
     for prefilled in (Prefilled(TOKENS[0], FinishReason.LENGTH, 4, TABLE), Prefilled(TOKENS[1])):
         assert prefilled_from_wire(prefilled_to_wire(prefilled)) == prefilled
 
@@ -81,3 +82,16 @@ def test_steps_cross_whole() -> None:
 def test_every_count_of_a_state_crosses() -> None:
     kv = KvCounters(*range(1, 1 + len(dataclasses.fields(KvCounters))))
     assert state_from_wire(state_to_wire(EngineState("e", kv=kv)), "e").kv == kv
+
+
+def test_steps_of_one_request_join_in_their_order() -> None:
+    rich, plain = TOKENS
+    joined = chunk_from_wire(step_of(Chunk((plain,), None, TABLE, 5), Chunk((rich, plain)), Chunk((rich,), FinishReason.STOP)))
+    assert joined == Chunk((plain, rich, plain, rich), FinishReason.STOP, TABLE, 5)
+
+
+def step_of(*chunks: Chunk) -> pb.RequestStep:
+    step = pb.RequestStep(key=1)
+    for chunk in chunks:
+        add_chunk(step, chunk)
+    return pb.RequestStep.FromString(step.SerializeToString())
