@@ -7,6 +7,7 @@ per process (`time.monotonic()`); only durations may cross a wire.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -198,6 +199,15 @@ class Chunk:
     finish: FinishReason | None = None
     prompt_logprobs: PromptLogprobs | None = None
     cached_tokens: int = 0
+
+
+def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
+    """Consecutive chunks of one answer, from the first that is not handed out yet, as one."""
+    first = chunks[0]
+    if len(chunks) == 1:
+        return first
+    tokens = tuple([token for chunk in chunks for token in chunk.tokens])
+    return Chunk(tokens, chunks[-1].finish, first.prompt_logprobs, first.cached_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Load through one or several gateways over simulated workers of zero step time: what the serving path itself costs.
 
 Each worker, each gateway and each client is a process of its own, as in a deployment. `measure` starts them, has the clients stream
-answers of OUTPUT_TOKENS tokens, CLIENTS at a time, and ends them. Clients speak gRPC with as little Python as possible: they count
-messages and read the usage at the end, and leave the tokens in between undecoded.
+answers of OUTPUT_TOKENS tokens, CLIENTS at a time, and ends them. Clients cost as little as possible (grpc_wire.py): they count messages
+and read the usage at the end, and leave the tokens in between undecoded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
-
+from bench.micro.grpc_wire import Connection
 from disagg.config import Topology, parse_topology
 from disagg.pb import inference_pb2 as pb
 from disagg.slo import percentile
@@ -42,23 +41,19 @@ class Load:
     messages_per_request: float
     cpu_ms_per_request: dict[str, float]
 
-    def row(self) -> dict[str, float]:
-        return {
-            "added_ttft_ms_p50": percentile(self.ttft_ms, 50) or 0.0,
-            "added_ttft_ms_p99": percentile(self.ttft_ms, 99) or 0.0,
-            "gateway_tokens_per_s": self.requests_per_s * OUTPUT_TOKENS,
-            "clients": CLIENTS,
-        }
+    def ttft(self) -> dict[str, float]:
+        return {"added_ttft_ms_p50": percentile(self.ttft_ms, 50) or 0.0, "added_ttft_ms_p99": percentile(self.ttft_ms, 99) or 0.0}
 
 
-def topology(prefill: int, decode: int, speed: float) -> Topology:
-    """Simulated workers; `speed` 0: steps take no time."""
-    settings = {"speed": speed, "kv_cache_tokens": 1 << 20, "eos_mean_tokens": 1_000_000}
+def topology(prefill: int, decode: int, speed: float, decode_speed: float | None = None) -> Topology:
+    """Simulated workers; `speed` 0: steps take no time. `decode_speed`: where decode workers have another."""
+    settings = {"speed": speed, "kv_cache_tokens": 1 << 20, "eos_mean_tokens": 1_000_000, "enable_prefix_caching": False}
+    decode_settings = {} if decode_speed is None else {"simulated": {"speed": decode_speed}}
     return parse_topology(
         {
             "model": "simulated",
             "engine": {"kind": "simulated", "simulated": settings},
-            "pools": {"prefill": {"count": prefill}, "decode": {"count": decode}},
+            "pools": {"prefill": {"count": prefill}, "decode": {"count": decode, **decode_settings}},
             "kv": {"outbox_gib": 0.03, "inbox_gib": 0.03},
             "gateway": {"port": 0, "http_port": None},
             "admission": {"max_queued_requests": 100_000},
@@ -67,10 +62,14 @@ def topology(prefill: int, decode: int, speed: float) -> Topology:
     )
 
 
-async def measure(requests: int, gateways: int = 1, client_processes: int = 2) -> Load:
-    """`requests` answers in all, CLIENTS at a time, spread over the client processes and these over the gateways."""
+async def measure(requests: int, gateways: int = 1, client_processes: int = 2, decode_speed: float = 0.0) -> Load:
+    """`requests` answers in all, CLIENTS at a time, spread over the client processes and these over the gateways.
+
+    With `decode_speed` 0 all steps take no time and the processes are busy without a pause: what can be had at most. Otherwise only prefill
+    takes no time, and decode steps last as long as a real engine's, divided by it: CLIENTS requests are under way, and nobody is saturated.
+    """
     async with AsyncExitStack() as stack:
-        workers = [await stack.enter_async_context(part("worker", role)) for role in (Role.PREFILL, Role.DECODE)]
+        workers = [await stack.enter_async_context(part("worker", role, str(decode_speed))) for role in (Role.PREFILL, Role.DECODE)]
         targets = json.dumps([json.loads(await answer(w)) for w in workers])
         doors = [await stack.enter_async_context(part("gateway", targets)) for _ in range(gateways)]
         endpoints = [await answer(door) for door in doors]
@@ -128,11 +127,11 @@ def cpu_s(pid: int) -> float:
 # ---- the parts
 
 
-async def serve_worker(role: str) -> None:
+async def serve_worker(role: str, decode_speed: str) -> None:
     """One worker, until standard input ends."""
     from disagg.serving.start import start_worker
 
-    server = await start_worker(topology(1, 1, 0.0), Role(role), role)
+    server = await start_worker(topology(1, 1, 0.0, float(decode_speed)), Role(role), role)
     say(json.dumps([role, role, server.target]))
     await asyncio.to_thread(os.read, 0, 1)
     await server.close()
@@ -154,15 +153,16 @@ async def ask(endpoint: str, requests: str, streams: str) -> None:
     """Warm up, wait for a line, ask, and say what came."""
     sampling = pb.SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, temperature=0.0)
     body = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=sampling).SerializeToString()
-    async with grpc.aio.insecure_channel(endpoint, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        method = channel.unary_stream(METHOD)  # bytes in, bytes out
-        await streamed(method, body, max(8, int(int(requests) * WARM_SHARE)), int(streams))
-        say("warm")
-        await asyncio.to_thread(sys.stdin.readline)
-        say(json.dumps(await streamed(method, body, int(requests), int(streams))))
+    connection = await Connection.open(endpoint, METHOD)
+    await streamed(connection, body, max(8, int(int(requests) * WARM_SHARE)), int(streams))
+    say("warm")
+    await asyncio.to_thread(sys.stdin.readline)
+    say(json.dumps(await streamed(connection, body, int(requests), int(streams))))
+    await asyncio.to_thread(sys.stdin.readline)  # until its CPU time is read
+    connection.close()
 
 
-async def streamed(method: Any, body: bytes, requests: int, streams: int) -> dict[str, Any]:
+async def streamed(connection: Connection, body: bytes, requests: int, streams: int) -> dict[str, Any]:
     """That many answers, `streams` at a time; each is checked to be whole."""
     ttft_ms: list[float] = []
     messages = 0
@@ -172,15 +172,13 @@ async def streamed(method: Any, body: bytes, requests: int, streams: int) -> dic
         nonlocal messages
         for _ in left:
             began_s = time.perf_counter()
-            call = method(body)
-            last = await call.read()
+            answer = connection.call(body)
+            await answer.first
             ttft_ms.append((time.perf_counter() - began_s) * 1e3)
-            messages += 1
-            while (message := await call.read()) is not grpc.aio.EOF:
-                messages += 1
-                last = message
-            usage = pb.GenerateResponse.FromString(last).usage
-            assert usage.output_tokens == OUTPUT_TOKENS, f"{usage.output_tokens} tokens"
+            await answer.end
+            messages += answer.num_messages
+            num_tokens = pb.GenerateResponse.FromString(answer.last).usage.output_tokens
+            assert num_tokens == OUTPUT_TOKENS, f"an answer of {num_tokens} tokens"
 
     began_s = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(streams)))

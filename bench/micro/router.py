@@ -4,11 +4,12 @@
 
 decision_us_p50      one decision (a grant) of the dispatcher: 64 workers, 1,000 requests waiting
 routes_per_s         whole lives of requests through the dispatcher, in one process: submit, decide, first token, arrived, decoding, end
-added_ttft_ms_*      what clients see as TTFT through gRPC door, coordinator and worker RPC, over simulated workers of zero step time, with
-                     `clients` requests at a time. All of it is overhead: the engines take none
-gateway_tokens_per_s tokens streamed to those clients, answers of 32 tokens
+added_ttft_ms_*      TTFT of gRPC clients through door, coordinator, worker RPC and back, `clients` requests at a time and nobody saturated:
+                     prefill takes no time, so all of it is overhead; decode steps take about 26 ms (a 70B model on H100s at half speed)
+gateway_tokens_per_s tokens streamed to those clients flat out, no step takes any time; answers of 32 tokens
 
-Workers, gateway and clients are processes of their own, as in a deployment; on few cores they compete, so the machine must be quiet.
+Without --json, the TTFT flat out too (then mostly the wait for a busy core), and where the CPU time goes. Workers, gateway and clients are
+processes of their own, as in a deployment; on few cores they compete, so the machine must be quiet.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import asyncio
 import json
 import time
 
-from bench.micro.gateway_load import PROMPT, measure, topology
+from bench.micro.gateway_load import CLIENTS, OUTPUT_TOKENS, PROMPT, Load, measure, topology
 from disagg.policy.dispatch import Dispatcher
 from disagg.policy.priors import priors_of
 from disagg.slo import percentile
@@ -35,16 +36,25 @@ def main() -> None:
     parser.add_argument("--client-processes", type=int, default=2, help="processes that the clients are spread over")
     given = parser.parse_args()
     alone = {"decision_us_p50": decision_us(), "routes_per_s": routes_per_s()}
-    load = asyncio.run(measure(given.requests, given.gateways, given.client_processes))
-    result = {**alone, **load.row()}
+    paced, flat_out = asyncio.run(both(given.requests, given.gateways, given.client_processes))
+    streamed = {"gateway_tokens_per_s": flat_out.requests_per_s * OUTPUT_TOKENS, "clients": CLIENTS}
+    result = {**alone, **paced.ttft(), **streamed}
     if given.json:
         print(json.dumps(result))
         return
     for name, value in result.items():
         print(f"{name:24s} {value:10.1f}")
-    print(f"\n{load.requests_per_s:.0f} requests/s, {load.messages_per_request:.1f} messages each; CPU milliseconds per request:")
-    for kind, cpu_ms in load.cpu_ms_per_request.items():
-        print(f"  {kind:22s} {cpu_ms:10.2f}")
+    for name, load in (("paced", paced), ("flat out", flat_out)):
+        ttft = ", ".join(f"{key.rpartition('_')[2]} {value:.1f}" for key, value in load.ttft().items())
+        cpu = ", ".join(f"{kind} {cpu_ms:.2f}" for kind, cpu_ms in load.cpu_ms_per_request.items())
+        pace = f"{load.requests_per_s:.0f} requests/s of {load.messages_per_request:.1f} messages"
+        print(f"{name}: {pace}; TTFT ms {ttft}; CPU ms per request: {cpu}")
+
+
+async def both(requests: int, gateways: int, client_processes: int) -> tuple[Load, Load]:
+    """Paced, with a fifth of the requests, and flat out."""
+    paced = await measure(requests // 5, gateways, client_processes, decode_speed=0.5)
+    return paced, await measure(requests, gateways, client_processes)
 
 
 # ---- the dispatcher alone

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -90,26 +90,27 @@ def load_tokenizer(folder: Path) -> ModelTokenizer | None:
 class SyntheticTokenizer:
     """For simulated engines: a prompt's tokens are its UTF-8 bytes, and each token id reads as a short made-up word."""
 
-    _CONSONANTS = "bdfgklmnprstvz"
-    _VOWELS = "aeiou"
-
     max_token_bytes = 1
 
     def encode(self, text: str, *, is_whole: bool = True) -> list[int]:
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        return "".join(f"{self._word(token_id)} " for token_id in token_ids)
+        return "".join(map(_word, token_ids))
 
-    def _word(self, token_id: int) -> str:
-        syllables = []
-        base = len(self._CONSONANTS) * len(self._VOWELS)
-        rest = token_id + base  # at least two syllables
-        while rest:
-            rest, digit = divmod(rest, base)
-            consonant, vowel = divmod(digit, len(self._VOWELS))
-            syllables.append(self._CONSONANTS[consonant] + self._VOWELS[vowel])
-        return "".join(reversed(syllables))
+
+@lru_cache(maxsize=1 << 16)
+def _word(token_id: int) -> str:
+    """A made-up word and a space."""
+    consonants, vowels = "bdfgklmnprstvz", "aeiou"
+    syllables = [" "]
+    base = len(consonants) * len(vowels)
+    rest = token_id + base  # at least two syllables
+    while rest:
+        rest, digit = divmod(rest, base)
+        consonant, vowel = divmod(digit, len(vowels))
+        syllables.append(consonants[consonant] + vowels[vowel])
+    return "".join(reversed(syllables))
 
 
 @dataclass(frozen=True, slots=True)

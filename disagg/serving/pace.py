@@ -8,8 +8,8 @@ most a share of a busy process, whatever its speed, and an idle one delays nothi
 from __future__ import annotations
 
 FREE_S = 0.001  # a write that takes no longer waited for nobody
-REST = 4.0  # seconds of rest per second of a slow write
-LONGEST_REST_S = 0.02
+REST = 3.0
+LONGEST_REST_S = 0.01
 
 
 def rest_s(write_s: float) -> float:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Self
 
 from disagg.errors import DeadlineError, DisaggError
-from disagg.types import Chunk
+from disagg.types import Chunk, join_chunks
 
 
 class RemoteChunks:
@@ -61,14 +60,9 @@ class RemoteChunks:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._ready.popleft() if len(self._ready) == 1 else self._merged()
-
-    def _merged(self) -> Chunk:
-        """All that is ready, as one chunk: a reader that is behind catches up in one go, one that waits gets each token at once."""
-        ready = list(self._ready)
+        chunk = join_chunks(self._ready)  # a reader that is behind catches up in one go, one that waits gets each token at once
         self._ready.clear()
-        tokens = tuple([token for chunk in ready for token in chunk.tokens])
-        return replace(ready[0], tokens=tokens, finish=ready[-1].finish)
+        return chunk
 
     async def aclose(self) -> None:
         """Cancel on the worker when it has not ended. Returns at once: the cancel travels on its own."""

@@ -21,7 +21,7 @@ from disagg.pb import worker_pb2_grpc
 from disagg.serving import worker_rpc_attachment, worker_rpc_messages
 from disagg.serving.signal import Signal
 from disagg.serving.worker_rpc_client import RemoteWorker
-from disagg.types import Chunk, EngineState, FinishReason, Prefilled, Request, Role, Sampling, Token, TopLogprob, Transfer, new_id
+from disagg.types import Chunk, EngineState, FinishReason, Prefilled, Request, Sampling, Token, TopLogprob, Transfer, new_id
 from tests.builders import Cluster, cluster
 
 KINDS = ("local", "remote")
