@@ -23,7 +23,7 @@ import os
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -59,15 +59,15 @@ def main() -> None:
 
 
 class Found:
-    """Samples of one run: (bytes, seconds, CPU seconds) by case, and (bytes, seconds) by limit and size."""
+    """Samples of one run, (GB/s, CPU s/GB): of each case, and of each limit by MB."""
 
     def __init__(self, cases: list[Case]) -> None:
         self.cases = cases
-        self.limits: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self.limits: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
         self.samples: dict[Case, list[tuple[float, float]]] = defaultdict(list)
 
     def limit(self, name: str, mb: int) -> float:
-        return round(statistics.median(self.limits[name, mb]), 3)
+        return round(statistics.median(rate for rate, _ in self.limits[name, mb]), 3)
 
     def gb_s(self, case: Case) -> float:
         return round(statistics.median(rate for rate, _ in self.samples[case]), 3)
@@ -101,11 +101,17 @@ async def measure(names: list[str], rounds: int) -> Found:
 async def measure_limits(found: Found, source: Any, puller: Any, tcp_port: int) -> None:
     for mb in SIZES_MB:
         size = mb * MB
-        found.limits["memcpy", mb].append(size / await puller("memcpy", size) / 1e9)
-        _, took_s = await asyncio.gather(source("tcp_send", size), puller("tcp_receive", tcp_port, size))
-        found.limits["tcp", mb].append(size / took_s / 1e9)
-        _, took_s = await asyncio.gather(source("torch_send", size), puller("torch_receive", size))
-        found.limits["torch_dist", mb].append(size / took_s / 1e9)
+        await limit(found, ("memcpy", mb), [puller], puller("memcpy", size))
+        await limit(found, ("tcp", mb), [source, puller], puller("tcp_receive", tcp_port, size), source("tcp_send", size))
+        await limit(found, ("torch_dist", mb), [source, puller], puller("torch_receive", size), source("torch_send", size))
+
+
+async def limit(found: Found, case: tuple[str, int], ends: list[Any], *parts: Awaitable[Any]) -> None:
+    before_s = sum([await each("cpu_s") for each in ends])
+    took_s, *_ = await asyncio.gather(*parts)
+    cpu_s = sum([await each("cpu_s") for each in ends]) - before_s
+    num_gb = case[1] * MB / 1e9
+    found.limits[case].append((num_gb / took_s, cpu_s / num_gb))
 
 
 async def sample(case: Case, source: Any, puller: Any) -> tuple[float, float]:
@@ -150,7 +156,8 @@ async def end(part: str) -> AsyncIterator[Any]:
 def print_table(found: Found) -> None:
     for name in LIMITS:
         each = ", ".join(f"{found.limit(name, mb):.2f} at {mb} MB" for mb in SIZES_MB)
-        print(f"limit {name:12s} {each} (GB/s)")
+        cpu = statistics.median(cpu for _, cpu in found.limits[name, SIZES_MB[-1]])
+        print(f"limit {name:12s} {each} (GB/s); {cpu:.2f} CPU s/GB")
     print(f"{'carrier':12s} {'MB':>5s} {'at once':>8s} {'GB/s':>8s} {'of its limit':>13s} {'CPU s/GB':>9s}")
     for case in found.cases:
         name, mb, concurrent = case

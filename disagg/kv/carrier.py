@@ -13,8 +13,8 @@ from disagg.kv.frames import Frame, Header, Opened, Sink, Waiting
 from disagg.kv.outbox import Outbox
 from disagg.types import KvAddress, Transfer
 
-CarrierChoice = Literal["auto", "shm", "grpc", "loopback"]
-_PREFERENCE = ("loopback", "shm", "grpc")
+CarrierChoice = Literal["auto", "shm", "tcp", "grpc", "loopback"]
+_PREFERENCE = ("loopback", "shm", "tcp", "grpc")
 _SAME_HOST = frozenset({"loopback", "shm"})
 
 

@@ -427,7 +427,8 @@ class _Writer:
                 await asyncio.wait(under_way)
 
     def _check_end(self, header: End) -> None:
-        if header.transfer_id != self._entry.transfer_id or header.num_frames != self._num_frames or not self._coverage.is_complete:
+        is_whole = self._coverage.is_complete and self._num_claimed == self._num_frames == header.num_frames
+        if header.transfer_id != self._entry.transfer_id or not is_whole:
             got = f"{self._num_frames} frames, {self._coverage.num_blocks} of {self._coverage.total_blocks} blocks"
             raise self._corrupt(f"ended with {got}; the source says {header.num_frames} frames")
 

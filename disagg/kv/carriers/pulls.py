@@ -1,0 +1,170 @@
+"""Both sides of a pull over a stream socket: what carriers `shm`, `tcp` and `torch_dist` do alike.
+
+Listener    accepts connections, each with an owner task; counts and closes those that speak garbage
+serve_pull  the source's side of one pull, payloads by a function of the carrier
+pull        the puller's side, over a connection that is kept for the next pull when all went well
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+
+from disagg.errors import DisaggError, TransferCorruptError, TransferError
+from disagg.kv.carriers.stream import Connection
+from disagg.kv.frames import HEARTBEAT_S, Ack, End, Failed, Frame, Header, Pull, Sink, failed, pull_request, raise_failed
+from disagg.kv.outbox import Outbox, Reader
+from disagg.types import Transfer
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024  # pulls that may connect in one instant
+MAX_CONNECTIONS = 4096  # more are closed at once: each holds a descriptor and a task
+_NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_DESCRIPTORS_AGAIN_S = 0.2
+
+Serve = Callable[[Connection, Header], Awaitable[None]]
+Payload = Callable[[Header], Awaitable[Sequence[memoryview]]]
+
+
+class Listener:
+    """Serves a listening socket until `close`. `serve` answers a connection's first header and those after it, one call per header.
+
+    `num_garbage`: connections closed for what they said. `num_refused`: closed because there were too many.
+    """
+
+    def __init__(self, name: str, sock: socket.socket, serve: Serve, silence_s: float, max_connections: int = MAX_CONNECTIONS) -> None:
+        self.num_garbage = 0
+        self.num_refused = 0
+        self._name = name
+        self._sock = sock
+        self._serve = serve
+        self._silence_s = silence_s
+        self._max_connections = max_connections
+        self._connections: set[asyncio.Task[None]] = set()
+        self._acceptor = asyncio.ensure_future(self._accept())
+
+    async def close(self) -> None:
+        """End every connection. Idempotent."""
+        self._acceptor.cancel()
+        await asyncio.wait({self._acceptor})
+        self._sock.close()
+        for task in self._connections:
+            task.cancel()
+        if self._connections:
+            await asyncio.wait(self._connections)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                peer, _ = await loop.sock_accept(self._sock)
+            except OSError as error:
+                if error.errno in _NO_DESCRIPTORS:  # the peer stays in the backlog; running pulls will give descriptors back
+                    await asyncio.sleep(_DESCRIPTORS_AGAIN_S)
+                continue
+            if len(self._connections) >= self._max_connections:
+                self.num_refused += 1
+                peer.close()
+                continue
+            peer.setblocking(False)
+            task = asyncio.ensure_future(self._attend(Connection(peer, self._silence_s)))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _attend(self, connection: Connection) -> None:
+        try:
+            async with asyncio.timeout(self._silence_s):
+                header = await connection.receive()
+            while True:
+                await self._serve(connection, header)
+                header = await connection.receive(timeout_s=None)  # a peer may keep a connection for its next pull
+        except TransferCorruptError as error:
+            self.num_garbage += 1
+            log.warning("%s: closed a connection: %s", self._name, error.message)
+        except (OSError, EOFError, TimeoutError):
+            pass  # the peer is gone; its reader has been let go
+        finally:
+            connection.close()
+
+
+async def serve_pull(
+    outbox: Outbox,
+    request: Pull,
+    connection: Connection,
+    heartbeat_s: float = HEARTBEAT_S,
+    send_payload: Callable[[Frame, Reader], Awaitable[None]] | None = None,
+) -> None:
+    """Send until End or an error while listening for the Ack; raises EOFError when the peer leaves without one, or after an error.
+
+    After End there is no deadline but the peer's life: it may be waiting for inbox room, and its death closes the connection.
+    """
+    with outbox.reader(request) as reader:
+        sender = asyncio.ensure_future(_send(reader, connection, heartbeat_s, send_payload))
+        answer = asyncio.ensure_future(connection.receive(timeout_s=None))
+        try:
+            await asyncio.wait({sender, answer}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                sent_all = sender.result()
+                await asyncio.wait({answer}, timeout=None if sent_all else connection.silence_s)
+            if not answer.done():
+                raise TimeoutError
+            if not isinstance(answer.result(), Ack):
+                raise TransferCorruptError(f"unexpected {type(answer.result()).__name__} in a pull")
+            reader.acknowledge()
+            await asyncio.wait({sender})
+        finally:
+            sender.cancel()
+            answer.cancel()
+            await asyncio.wait({sender, answer})
+            for task in (sender, answer):
+                if not task.cancelled():
+                    task.exception()
+
+
+async def _send(
+    reader: Reader, connection: Connection, heartbeat_s: float, send_payload: Callable[[Frame, Reader], Awaitable[None]] | None
+) -> bool:
+    """Send everything from Opened to End; True when all was sent, False when an error was sent instead."""
+    header: Header | None = None
+    try:
+        while not isinstance(header, End):
+            header = await reader.next(heartbeat_s)
+            await connection.send(header)
+            if isinstance(header, Frame) and send_payload is not None:
+                await send_payload(header, reader)
+    except DisaggError as error:
+        await connection.send(failed(error))
+        return False
+    return True
+
+
+async def pull(connection: Connection, transfer: Transfer, sink: Sink, payload: Payload) -> None:
+    """One pull over `connection`, from Pull to Ack. `payload` gives the bytes of a header, none for other headers than frames.
+
+    Raises TransferError when the source refuses, fails, closes or falls silent, and what `sink` raises. After an error the connection
+    is of no use any more.
+    """
+    try:
+        await connection.send(pull_request(transfer))
+        complete = False
+        while not complete:
+            header = await connection.receive()
+            if isinstance(header, Failed):
+                raise_failed(header)
+            complete = await sink.receive(header, await payload(header))
+        await connection.send(Ack(transfer.transfer_id))
+    except TimeoutError:
+        raise lost(transfer, f"silent for {connection.silence_s} s") from None
+    except EOFError:
+        raise lost(transfer, "the connection closed") from None
+    except OSError as error:
+        raise lost(transfer, error.strerror or str(error)) from error
+
+
+def lost(transfer: Transfer, why: str) -> TransferError:
+    """The source of `transfer` is gone."""
+    return TransferError(f"worker {transfer.source.worker} was lost during transfer {transfer.transfer_id}: {why}")

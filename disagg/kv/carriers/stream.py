@@ -1,0 +1,176 @@
+"""A stream socket between two peers: headers, each after its length, and payloads, straight from and to the memory of the boxes.
+
+What carriers `shm`, `tcp` and (for all but payloads) `torch_dist` have in common. Bytes are moved by the event loop that waits for
+them, at most `PIECE_BYTES` at a time, so that other work of the loop comes in between. Nothing is copied in Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+
+from disagg.errors import TransferCorruptError
+from disagg.kv.frames import MAX_HEADER_BYTES, Header, pack, unpack
+
+PIECE_BYTES = 1 << 20
+_LENGTH = struct.Struct("<I")
+
+
+class Connection:
+    """Owns a connected, non-blocking socket. One task may receive while another sends.
+
+    Every method raises EOFError when the peer has closed, OSError when the connection broke, and TimeoutError when the peer took or
+    gave nothing for `silence_s`.
+    """
+
+    def __init__(self, sock: socket.socket, silence_s: float) -> None:
+        self.sock = sock
+        self.silence_s = silence_s
+
+    async def send(self, header: Header) -> None:
+        await self._send(memoryview(framed(header)))
+
+    async def send_payload(self, payload: memoryview) -> None:
+        """Bytes that are not to change before the peer has said that it has them."""
+        for start in range(0, len(payload), PIECE_BYTES):
+            await self._send(payload[start : start + PIECE_BYTES])
+            await asyncio.sleep(0)
+
+    async def receive(self, timeout_s: float | None = -1.0) -> Header:
+        """The next header, whose first byte comes within `timeout_s` (None: whenever; default: `silence_s`).
+
+        Raises TransferCorruptError on anything that is not one.
+        """
+        prefix = memoryview(bytearray(_LENGTH.size))
+        await self._receive_into(prefix, self.silence_s if timeout_s == -1.0 else timeout_s)
+        (length,) = _LENGTH.unpack(prefix)
+        if length > MAX_HEADER_BYTES:
+            raise TransferCorruptError(f"a header of {length} bytes")
+        data = memoryview(bytearray(length))
+        await self._receive_into(data, self.silence_s)
+        return unpack(data)
+
+    async def receive_into(self, room: memoryview) -> None:
+        """A payload, to its place. When this returns or raises, also by a cancel, nothing writes there any more."""
+        await self._receive_into(room, self.silence_s)
+
+    async def receive_with_fds(self) -> tuple[Header, list[int]]:
+        """(Unix sockets) The next header, sent in one piece, and the descriptors beside it; the caller closes them."""
+        await self._readable(self.silence_s)
+        data, fds, _, _ = socket.recv_fds(self.sock, MAX_HEADER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        try:
+            if not data:
+                raise EOFError("the connection closed")
+            return unpack(data[_LENGTH.size :]), list(fds)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+
+    @property
+    def is_quiet(self) -> bool:
+        """Open, with nothing to read."""
+        try:
+            self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def close(self) -> None:
+        """Idempotent. Nobody may be waiting in another method."""
+        self.sock.close()
+
+    async def _send(self, data: memoryview) -> None:
+        while len(data):
+            try:
+                data = data[self.sock.send(data) :]
+            except BlockingIOError:
+                await self._writable()
+
+    async def _receive_into(self, room: memoryview, timeout_s: float | None) -> None:
+        at, end = 0, len(room)
+        while at < end:
+            try:
+                num_bytes = self.sock.recv_into(room[at : at + PIECE_BYTES])
+            except BlockingIOError:
+                await self._readable(timeout_s)
+                continue
+            if not num_bytes:
+                raise EOFError("the connection closed")
+            at += num_bytes
+            if num_bytes == PIECE_BYTES:
+                await asyncio.sleep(0)
+
+    async def _readable(self, timeout_s: float | None) -> None:
+        loop, fd = asyncio.get_running_loop(), self.sock.fileno()
+        ready = loop.create_future()
+        loop.add_reader(fd, _set, ready)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await ready
+        finally:
+            loop.remove_reader(fd)
+
+    async def _writable(self) -> None:
+        loop, fd = asyncio.get_running_loop(), self.sock.fileno()
+        ready = loop.create_future()
+        loop.add_writer(fd, _set, ready)
+        try:
+            async with asyncio.timeout(self.silence_s):
+                await ready
+        finally:
+            loop.remove_writer(fd)
+
+
+def framed(header: Header) -> bytes:
+    """A header as it goes over a stream."""
+    data = pack(header)
+    return _LENGTH.pack(len(data)) + data
+
+
+def _set(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
+class IdleConnections:
+    """Connections whose last pull ended well, by (endpoint, epoch), for the next one: no handshake, and TCP knows the path.
+
+    Of each worker only the latest life counts.
+    """
+
+    def __init__(self, most: int = 8) -> None:
+        self._most = most
+        self._idle: dict[str, tuple[tuple[str, str], list[Connection]]] = {}  # by worker name
+
+    def take(self, worker: str, endpoint: str, epoch: str) -> Connection | None:
+        """One that is still open, or None."""
+        key, idle = self._idle.get(worker, ((endpoint, epoch), []))
+        if key != (endpoint, epoch):
+            self.drop(worker)
+            return None
+        while idle:
+            connection = idle.pop()
+            if connection.is_quiet:
+                return connection
+            connection.close()
+        return None
+
+    def keep(self, worker: str, endpoint: str, epoch: str, connection: Connection) -> None:
+        key, idle = self._idle.setdefault(worker, ((endpoint, epoch), []))
+        if key == (endpoint, epoch) and len(idle) < self._most:
+            idle.append(connection)
+        else:
+            connection.close()
+
+    def drop(self, worker: str) -> None:
+        for connection in self._idle.pop(worker, (None, []))[1]:
+            connection.close()
+
+    def close(self) -> None:
+        for worker in list(self._idle):
+            self.drop(worker)
