@@ -49,6 +49,8 @@ def check(
     if report.placed:
         console.print(_table(report))
         console.print("weights per device; KV tokens and RAM (engine and boxes on the host) per worker", style="dim")
+    for carrier, pairs in report.carriers.items():
+        console.print(f"KV moves by {carrier} between {pairs} {'pair' if pairs == 1 else 'pairs'} of workers")
     for note in report.notes:
         console.print(f"[yellow]note:[/] {escape(note)}")
     for problem in report.problems:

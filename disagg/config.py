@@ -8,6 +8,7 @@ Files speak of milliseconds and GiB where people do (`ttft_ms`, `outbox_gib`); t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -102,20 +103,30 @@ class Pools(_Strict):
 
 
 class KvSettings(_Strict):
-    """How KV moves. `carrier: auto` takes shm between workers of one host and grpc otherwise.
+    """How KV moves. `carrier: auto` takes shm between workers of one host and tcp otherwise; any other value is the only one used.
 
     `outbox_gib`/`inbox_gib`: box sizes per worker. `lease_s`: how long an outbox entry outlives a silent gateway before it is fenced.
     `delay_s` and `gbps`: slow the carrier down on purpose (experiments and tests): extra seconds before the first frame, and a bandwidth
     cap in 10^9 bytes/s.
     """
 
-    carrier: Literal["auto", "shm", "grpc"] = "auto"
+    carrier: Literal["auto", "shm", "cuda_ipc", "tcp", "grpc", "torch_dist"] = "auto"
     outbox_gib: Annotated[float, Field(gt=0)] = 0.5
     inbox_gib: Annotated[float, Field(gt=0)] = 0.5
     lease_s: Annotated[float, Field(gt=0)] = 30.0
     port: Port = 0
     delay_s: Annotated[float, Field(ge=0)] = 0.0
     gbps: Annotated[float, Field(gt=0)] | None = None
+
+    @property
+    def needs_one_host(self) -> bool:
+        """The carrier reaches no other host, so a prefill worker and its decode workers must share one."""
+        return self.carrier in ("shm", "cuda_ipc")
+
+    @property
+    def needs_no_host(self) -> bool:
+        """The carrier goes over the network even within a host, so nothing is gained by sharing one."""
+        return self.carrier in ("tcp", "grpc", "torch_dist")
 
     @property
     def outbox_bytes(self) -> int:
@@ -393,6 +404,9 @@ def _config_error(model: type[BaseModel], error: ValidationError, source: str) -
     if first["type"] == "missing":
         return ConfigError(f"{source}: {key} is missing{more}", key=key, expected="a value")
     expected = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "literal_error":
+        known = re.findall("'([^']*)'", first["ctx"]["expected"])
+        expected += f"; {nearest(str(first['input']), known)}"
     message = f"{source}: {key}: {expected}, got {first['input']!r}{more}" if first["loc"] else f"{source}: {expected}{more}"
     return ConfigError(message, key=key, value=first["input"], expected=expected)
 

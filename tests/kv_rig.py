@@ -14,6 +14,7 @@ from disagg.kv.carriers.grpc import GrpcCarrier
 from disagg.kv.carriers.loopback import LoopbackCarrier
 from disagg.kv.carriers.shm import ShmCarrier
 from disagg.kv.carriers.tcp import TcpCarrier
+from disagg.kv.carriers.torch_dist import TorchDistCarrier
 from disagg.kv.copy import digest
 from disagg.kv.inbox import Inbox
 from disagg.kv.layout import KvLayout, hash_tokens
@@ -22,7 +23,13 @@ from disagg.types import KvAddress, Transfer, new_id
 
 LAYOUT = KvLayout(model="m", backend="b", dtype="bf16", block_tokens=4, num_layers=3, block_bytes=40)  # 120 bytes a block
 LARGE = KvLayout(model="m", backend="b", dtype="bf16", block_tokens=4, num_layers=3, block_bytes=1 << 19)  # 1.5 MiB a block, 2 a frame
-CARRIERS: dict[str, Callable[..., Carrier]] = {"loopback": LoopbackCarrier, "shm": ShmCarrier, "tcp": TcpCarrier, "grpc": GrpcCarrier}
+CARRIERS: dict[str, Callable[..., Carrier]] = {
+    "loopback": LoopbackCarrier,
+    "shm": ShmCarrier,
+    "tcp": TcpCarrier,
+    "grpc": GrpcCarrier,
+    "torch_dist": TorchDistCarrier,
+}
 
 
 @dataclass

@@ -25,6 +25,7 @@ from disagg.kv.carriers.grpc import GrpcCarrier
 from disagg.kv.carriers.loopback import LoopbackCarrier
 from disagg.kv.carriers.shm import ShmCarrier
 from disagg.kv.carriers.tcp import TcpCarrier
+from disagg.kv.carriers.torch_dist import TorchDistCarrier
 from disagg.kv.copy import digest
 from disagg.kv.inbox import Inbox
 from disagg.kv.layout import KvLayout, hash_tokens
@@ -35,7 +36,13 @@ MB = 1_000_000
 # A block of 16 tokens of Llama-3.1-8B in bf16: 32 layers x 2 x 8 heads x 128 x 2 bytes = 131,072 bytes a token.
 LAYOUT = KvLayout(model="bench", backend="b", dtype="bf16", block_tokens=16, num_layers=32, block_bytes=2 * 16 * 8 * 128 * 2)
 BOX_BYTES = 544 << 20
-CARRIERS: dict[str, Callable[[], Carrier]] = {"loopback": LoopbackCarrier, "shm": ShmCarrier, "tcp": TcpCarrier, "grpc": GrpcCarrier}
+CARRIERS: dict[str, Callable[[], Carrier]] = {
+    "loopback": LoopbackCarrier,
+    "shm": ShmCarrier,
+    "tcp": TcpCarrier,
+    "grpc": GrpcCarrier,
+    "torch_dist": TorchDistCarrier,
+}
 
 
 def tokens_of(num_bytes: int) -> int:

@@ -6,16 +6,18 @@ import asyncio
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
-from disagg.errors import ConfigError
+from disagg.errors import ConfigError, nearest
 from disagg.kv.frames import Frame, Header, Opened, Sink, Waiting
 from disagg.kv.outbox import Outbox
 from disagg.types import KvAddress, Transfer
 
-CarrierChoice = Literal["auto", "shm", "tcp", "grpc", "loopback"]
-_PREFERENCE = ("loopback", "shm", "tcp", "grpc")
-_SAME_HOST = frozenset({"loopback", "shm"})
+CarrierChoice = Literal["auto", "shm", "cuda_ipc", "tcp", "grpc", "torch_dist", "loopback"]
+# What `auto` prefers, best first: no copy through a socket; then NCCL between GPUs; then the network by the kernel alone.
+_PREFERENCE = ("loopback", "cuda_ipc", "shm", "torch_dist", "tcp", "grpc")
+_SAME_HOST = frozenset({"loopback", "shm", "cuda_ipc"})
+_OFFERED_BY_AUTO = ("shm", "tcp")
 
 
 class Carrier(Protocol):
@@ -43,18 +45,33 @@ class Carrier(Protocol):
         ...
 
 
+def offered_carriers(choice: CarrierChoice) -> tuple[str, ...]:
+    """What a worker whose boxes lie in host memory serves and pulls by, given the setting kv.carrier."""
+    return _OFFERED_BY_AUTO if choice == "auto" else (choice,)
+
+
+def expected_carrier(choice: CarrierChoice, *, same_host: bool) -> str:
+    """What two workers with that setting will use, said before they exist. Raises ConfigError when it will not reach."""
+    here = KvAddress("the prefill worker", "", "a", tuple((name, "") for name in offered_carriers(choice)))
+    return choose_carrier(here, offered_carriers(choice), "a" if same_host else "another host", choice)
+
+
 def choose_carrier(source: KvAddress, offered: Collection[str], host_id: str, choice: CarrierChoice = "auto") -> str:
     """The name of the carrier for a pull from `source` by a worker on `host_id` that has the carriers `offered`.
 
-    `auto` takes the first of loopback, shm, grpc that both have and that reaches. Raises ConfigError when none does.
+    `auto` takes the first of loopback, cuda_ipc, shm, torch_dist, tcp, grpc that both have and that reaches. Raises ConfigError when
+    none does.
     """
+    if choice not in get_args(CarrierChoice):
+        raise ConfigError(key="kv.carrier", value=choice, expected=nearest(choice, get_args(CarrierChoice)))
     possible = [name for name in _PREFERENCE if _obstacle(name, source, offered, host_id) is None]
     if choice == "auto" and possible:
         return possible[0]
     if choice in possible:
         return choice
-    names = _PREFERENCE if choice == "auto" else (choice,)
-    why = "; ".join(f"{name}: {_obstacle(name, source, offered, host_id)}" for name in names)
+    named = {*offered, *(name for name, _ in source.endpoints)}
+    names = [name for name in _PREFERENCE if name in named] if choice == "auto" else [choice]
+    why = "; ".join(f"{name}: {_obstacle(name, source, offered, host_id)}" for name in names) or "neither has any"
     expected = f"auto or one of {possible}" if possible else "a carrier that both workers serve and that reaches"
     raise ConfigError(
         f"kv.carrier {choice} cannot read from worker {source.worker} ({why}); expected {expected}",

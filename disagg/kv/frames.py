@@ -112,8 +112,32 @@ class Mapped:
     num_bytes: int
 
 
-Header: TypeAlias = Pull | Opened | Frame | Waiting | End | Failed | Ack | Hello | Mapped
-_KINDS: dict[str, type[Any]] = {c.__name__: c for c in (Pull, Opened, Frame, Waiting, End, Failed, Ack, Hello, Mapped)}
+@dataclass(frozen=True, slots=True)
+class Join:
+    """(torch_dist) Asks the source of life `epoch` to be rank 0 of a new process group, whose store keys begin with `pair_id`."""
+
+    epoch: str
+    pair_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Via:
+    """(torch_dist) The next pull on this connection is called `pull_id` in Wants."""
+
+    pull_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """(torch_dist) The puller waits in a recv with `tag` for the payload of frame `seq` of pull `pull_id`: send it now."""
+
+    pull_id: str
+    seq: int
+    tag: int
+
+
+Header: TypeAlias = Pull | Opened | Frame | Waiting | End | Failed | Ack | Hello | Mapped | Join | Via | Want
+_KINDS: dict[str, type[Any]] = {c.__name__: c for c in (Pull, Opened, Frame, Waiting, End, Failed, Ack, Hello, Mapped, Join, Via, Want)}
 _HINTS = {c: [get_type_hints(c)[f.name] for f in fields(c)] for c in (*_KINDS.values(), KvLayout)}
 
 

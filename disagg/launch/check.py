@@ -7,10 +7,12 @@ boxes (and, on CPUs, weights and KV) <= memory. It errs on the small side: activ
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 from disagg.config import GIB, Topology
 from disagg.errors import ConfigError, PlacementError
 from disagg.front.ports import describe_holder
+from disagg.kv.carrier import expected_carrier
 from disagg.launch.doctor import gpu_names
 from disagg.launch.placement import Host, Placed, place, worker_specs
 from disagg.models import resolve_model
@@ -51,11 +54,15 @@ class RoleMemory:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """`placed` is empty when there is no room. `problems` say why it would not run; `notes` what could not be checked."""
+    """`placed` is empty when there is no room. `carriers`: by which carrier KV will move, and between how many pairs of workers.
+
+    `problems` say why it would not run; `notes` what could not be checked.
+    """
 
     model: str
     hosts: tuple[Host, ...]
     placed: tuple[Placed, ...]
+    carriers: dict[str, int]
     memory: dict[Role, RoleMemory]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
@@ -82,7 +89,8 @@ def check_topology(topology: Topology, base_dir: Path, hosts: Sequence[Host] | N
     problems += _host_memory_problems(found, placed, memory)
     problems += _unlike_pools(topology)
     problems += _port_problems(topology, placed, is_here)
-    return CheckReport(str(model), found, placed, memory, tuple(problems), tuple(notes))
+    carriers = _carriers(topology, placed, problems)
+    return CheckReport(str(model), found, placed, carriers, memory, tuple(problems), tuple(notes))
 
 
 def this_host(topology: Topology) -> Host:
@@ -258,6 +266,18 @@ def _unlike_pools(topology: Topology) -> list[str]:
     ]
 
 
+def _carriers(topology: Topology, placed: Sequence[Placed], problems: list[str]) -> dict[str, int]:
+    """Pairs of workers by carrier; what none can carry is added to `problems`."""
+    choice = topology.kv.carrier
+    if choice == "torch_dist" and importlib.util.find_spec("torch") is None:
+        problems.append("kv.carrier: got torch_dist, but torch is not installed; expected tcp, grpc or auto")
+    if choice == "cuda_ipc":
+        problems.append("kv.carrier: got cuda_ipc, but the workers keep their KV boxes in host memory; expected shm or auto")
+    prefill = [each.host for each in placed if each.spec.role is Role.PREFILL]
+    decode = [each.host for each in placed if each.spec.role is Role.DECODE]
+    return dict(Counter(expected_carrier(choice, same_host=p == d) for p, d in itertools.product(prefill, decode)))
+
+
 def _port_problems(topology: Topology, placed: Sequence[Placed], is_here: bool) -> list[str]:
     problems = []
     doors = {"port": topology.gateway.port, "http_port": topology.gateway.http_port or 0}
@@ -265,7 +285,7 @@ def _port_problems(topology: Topology, placed: Sequence[Placed], is_here: bool) 
         if is_here and port and (holder := _holder(topology.gateway.host, port)):
             problems.append(f"gateway.{key}: {port} is in use by {holder}; expected a free port, or 0")
     hosts = [each.host for each in placed if each.spec.role is not Role.COLOCATED]
-    if topology.kv.port and topology.kv.carrier != "shm" and len(set(hosts)) < len(hosts):
+    if topology.kv.port and not topology.kv.needs_one_host and len(set(hosts)) < len(hosts):
         problems.append(f"kv.port: got {topology.kv.port}, but several workers share a host; expected 0 (any free port)")
     return problems
 

@@ -164,9 +164,9 @@ class _Start:
 
     def _reserve(self, specs: Sequence[WorkerSpec]) -> dict[str, _Bundle]:
         """Placement groups, and each worker's place in them."""
-        carrier = self.topology.kv.carrier
-        together = groups(self.topology, specs) if carrier != "grpc" else (tuple(specs),)
-        strategy = {"grpc": "SPREAD", "shm": "STRICT_PACK", "auto": "PACK"}[carrier]
+        kv = self.topology.kv
+        together = (tuple(specs),) if kv.needs_no_host else groups(self.topology, specs)
+        strategy = "SPREAD" if kv.needs_no_host else "STRICT_PACK" if kv.needs_one_host else "PACK"
         lifetime = "detached" if self.detached else None
         made = [
             placement_group([spec.demand for spec in group], strategy=strategy, name=f"{self.name}/{index}", lifetime=lifetime)

@@ -110,11 +110,11 @@ def _check_gpus(topology: Topology, role: Role, pool: PoolSettings) -> None:
 def groups(topology: Topology, specs: Sequence[WorkerSpec]) -> tuple[tuple[WorkerSpec, ...], ...]:
     """Workers that had better share a host: each prefill worker with its share of the decode workers, or the other way round.
 
-    Singletons where KV does not move by shared memory (carrier grpc, mode colocated).
+    Singletons where it does not matter (carriers that go over the network anyway, mode colocated).
     """
     prefill = [spec for spec in specs if spec.role is Role.PREFILL]
     decode = [spec for spec in specs if spec.role is Role.DECODE]
-    if topology.kv.carrier == "grpc" or not prefill or not decode:
+    if topology.kv.needs_no_host or not prefill or not decode:
         return tuple((spec,) for spec in specs)
     count = min(len(prefill), len(decode))
     members: list[list[WorkerSpec]] = [[] for _ in range(count)]
@@ -130,9 +130,10 @@ def place(topology: Topology, hosts: Sequence[Host], *, there: str = "the cluste
     `there`: how the error calls the hosts.
     """
     specs = worker_specs(topology)
-    assigned = _by_group(topology, specs, hosts) or (None if topology.kv.carrier == "shm" else _by_size(specs, hosts))
+    assigned = _by_group(topology, specs, hosts) or (None if topology.kv.needs_one_host else _by_size(specs, hosts))
     if assigned is None:
-        raise _no_room(specs, hosts, there, together=topology.kv.carrier == "shm" and _by_size(specs, hosts) is not None)
+        apart = topology.kv.needs_one_host and _by_size(specs, hosts) is not None
+        raise _no_room(specs, hosts, there, alone=f"carrier {topology.kv.carrier}" if apart else "")
     return with_cores(specs, assigned)
 
 
@@ -152,12 +153,12 @@ def with_cores(specs: Sequence[WorkerSpec], host_of: dict[str, str]) -> tuple[Pl
 def _by_group(topology: Topology, specs: Sequence[WorkerSpec], hosts: Sequence[Host]) -> dict[str, str] | None:
     left = list(hosts)
     host_of: dict[str, str] = {}
-    strict = topology.kv.carrier == "shm"
+    strict = topology.kv.needs_one_host
     for group in groups(topology, specs):
         whole = _sum(group)
         parts = [(group, whole)] if strict or _first(left, whole) is not None else [((spec,), spec.demand) for spec in group]
         for members, need in parts:
-            index = _roomiest(left, need) if topology.kv.carrier == "grpc" else _first(left, need)
+            index = _roomiest(left, need) if topology.kv.needs_no_host else _first(left, need)
             if index is None:
                 return None
             left[index] = left[index].less(need)
@@ -194,7 +195,7 @@ def _sum(specs: Sequence[WorkerSpec]) -> dict[str, float]:
     return total
 
 
-def _no_room(specs: Sequence[WorkerSpec], hosts: Sequence[Host], who_has: str, *, together: bool) -> PlacementError:
+def _no_room(specs: Sequence[WorkerSpec], hosts: Sequence[Host], who_has: str, *, alone: str) -> PlacementError:
     asked = ", ".join(f"{count} x {role} ({asks})" for (role, asks), count in Counter((s.role.value, s.asks) for s in specs).items())
     total = _sum(specs)
     names = sorted(total, key=lambda name: (name != "GPU", name != "CPU", name))
@@ -203,8 +204,8 @@ def _no_room(specs: Sequence[WorkerSpec], hosts: Sequence[Host], who_has: str, *
     short = [_amount(total[name] - have, name) for name in names if total[name] > (have := sum(h.amount(name) for h in hosts)) + 1e-9]
     if short:
         why = f"short of {', '.join(short)}"
-    elif together:
-        why = "no host has room for a prefill worker and its decode workers together, which carrier shm needs (kv.carrier: auto does not)"
+    elif alone:
+        why = f"no host has room for a prefill worker and its decode workers together, which {alone} needs (kv.carrier: auto does not)"
     else:
         why = "enough in sum, but no single host has what one worker needs" if len(hosts) > 1 else "no room for all of them"
     return PlacementError(

@@ -6,10 +6,13 @@ import contextlib
 
 from disagg.config import Topology
 from disagg.engine.start import start_engine
+from disagg.errors import ConfigError
 from disagg.kv.box import Box
-from disagg.kv.carrier import Carrier, SlowCarrier, this_host_id
+from disagg.kv.carrier import Carrier, SlowCarrier, offered_carriers, this_host_id
 from disagg.kv.carriers.grpc import GrpcCarrier
 from disagg.kv.carriers.shm import ShmCarrier
+from disagg.kv.carriers.tcp import TcpCarrier
+from disagg.kv.carriers.torch_dist import TorchDistCarrier
 from disagg.kv.inbox import Inbox
 from disagg.kv.outbox import Outbox
 from disagg.serving.worker import LocalWorker
@@ -50,13 +53,27 @@ async def start_worker(
 
 
 def make_carriers(topology: Topology, host: str) -> dict[str, Carrier]:
-    """The carriers that `kv.carrier` asks for, by name; slowed down when the topology says so."""
+    """The carriers that `kv.carrier` asks for, by name; slowed down when the topology says so. Raises ConfigError."""
     kv = topology.kv
-    carriers: dict[str, Carrier] = {}
-    if kv.carrier in ("auto", "shm"):
-        carriers["shm"] = ShmCarrier()
-    if kv.carrier in ("auto", "grpc"):
-        carriers["grpc"] = GrpcCarrier(host, kv.port)
+    carriers = {name: _make_carrier(name, host, kv.port) for name in offered_carriers(kv.carrier)}
     if kv.delay_s or kv.gbps:
         return {name: SlowCarrier(carrier, kv.delay_s, kv.gbps) for name, carrier in carriers.items()}
     return carriers
+
+
+def _make_carrier(name: str, host: str, port: int) -> Carrier:
+    match name:
+        case "shm":
+            return ShmCarrier()
+        case "tcp":
+            return TcpCarrier(host, port)
+        case "grpc":
+            return GrpcCarrier(host, port)
+        case "torch_dist":
+            return TorchDistCarrier(host, port)
+    raise ConfigError(
+        f"kv.carrier {name} moves KV between boxes in GPU memory; the boxes of these workers are in host memory; expected auto",
+        key="kv.carrier",
+        value=name,
+        expected="auto, shm, tcp, grpc or torch_dist",
+    )

@@ -27,7 +27,7 @@ from tests.kv_peer import NUM_TOKENS, read_transfer
 from tests.kv_rig import CARRIERS, LARGE, LAYOUT, frames_of, rig, until
 
 BLOCK = LAYOUT.block_tokens
-between_processes = pytest.mark.parametrize("kind", ["shm", "tcp", "grpc"])
+between_processes = pytest.mark.parametrize("kind", ["shm", "tcp", "grpc", "torch_dist"])
 
 
 @pytest.fixture(params=sorted(CARRIERS))

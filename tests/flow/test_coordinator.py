@@ -11,7 +11,7 @@ from disagg.errors import DeadlineError, InvalidRequestError, NoWorkerError, Rej
 from disagg.types import FinishReason, Phase, Role
 from tests.builders import cluster, with_sampling
 
-CARRIERS = ("shm", "grpc")
+CARRIERS = ("shm", "tcp", "grpc", "torch_dist")
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)

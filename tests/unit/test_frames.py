@@ -16,7 +16,25 @@ import xxhash
 from disagg.errors import LayoutMismatchError, PlacementError, TransferCorruptError, TransferError, WorkerLostError
 from disagg.kv.carriers.grpc import GrpcCarrier
 from disagg.kv.carriers.shm import ShmCarrier
-from disagg.kv.frames import Ack, End, Failed, Frame, Header, Hello, Mapped, Opened, Pull, Waiting, failed, pack, raise_failed, unpack
+from disagg.kv.frames import (
+    Ack,
+    End,
+    Failed,
+    Frame,
+    Header,
+    Hello,
+    Join,
+    Mapped,
+    Opened,
+    Pull,
+    Via,
+    Waiting,
+    Want,
+    failed,
+    pack,
+    raise_failed,
+    unpack,
+)
 from tests.kv_rig import LAYOUT, rig, until
 
 HEADERS: list[Header] = [
@@ -29,6 +47,9 @@ HEADERS: list[Header] = [
     Ack("a" * 32),
     Hello("e"),
     Mapped("e", 1 << 40),
+    Join("e", "p"),
+    Via("u"),
+    Want("u", 3, 7),
 ]
 
 

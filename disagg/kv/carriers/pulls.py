@@ -97,10 +97,12 @@ async def serve_pull(
     connection: Connection,
     heartbeat_s: float = HEARTBEAT_S,
     send_payload: Callable[[Frame, Reader], Awaitable[None]] | None = None,
+    leave: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Send until End or an error while listening for the Ack; raises EOFError when the peer leaves without one, or after an error.
 
-    After End there is no deadline but the peer's life: it may be waiting for inbox room, and its death closes the connection.
+    `leave` returns when nothing reads from the outbox any more. After End there is no deadline but the peer's life: it may be waiting for
+    inbox room, and its death closes the connection.
     """
     with outbox.reader(request) as reader:
         sender = asyncio.ensure_future(_send(reader, connection, heartbeat_s, send_payload))
@@ -123,6 +125,8 @@ async def serve_pull(
             for task in (sender, answer):
                 if not task.cancelled():
                     task.exception()
+            if leave is not None:
+                await leave()
 
 
 async def _send(

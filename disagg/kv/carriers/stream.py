@@ -7,9 +7,11 @@ them, at most `PIECE_BYTES` at a time, so that other work of the loop comes in b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import struct
+from collections.abc import Iterator
 
 from disagg.errors import TransferCorruptError
 from disagg.kv.frames import MAX_HEADER_BYTES, Header, pack, unpack
@@ -28,6 +30,7 @@ class Connection:
     def __init__(self, sock: socket.socket, silence_s: float) -> None:
         self.sock = sock
         self.silence_s = silence_s
+        self._waiting: set[asyncio.Future[None]] = set()
 
     async def send(self, header: Header) -> None:
         await self._send(memoryview(framed(header)))
@@ -80,9 +83,22 @@ class Connection:
             return False
         return False
 
+    def shut(self) -> None:
+        """Neither side can send any more; whoever waits, here or there, gets EOFError or OSError. `close` is still due."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        """Idempotent. Nobody may be waiting in another method."""
-        self.sock.close()
+        """Idempotent. Whoever still waits here gets EOFError."""
+        fd = self.sock.fileno()
+        if fd >= 0:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(fd)
+            loop.remove_writer(fd)
+            self.sock.close()
+        for ready in self._waiting:
+            if not ready.done():
+                ready.set_exception(EOFError("closed"))
 
     async def _send(self, data: memoryview) -> None:
         while len(data):
@@ -107,23 +123,34 @@ class Connection:
 
     async def _readable(self, timeout_s: float | None) -> None:
         loop, fd = asyncio.get_running_loop(), self.sock.fileno()
-        ready = loop.create_future()
-        loop.add_reader(fd, _set, ready)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await ready
-        finally:
-            loop.remove_reader(fd)
+        with self._waiter() as ready:
+            loop.add_reader(fd, _set, ready)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await ready
+            finally:
+                if self.sock.fileno() == fd:
+                    loop.remove_reader(fd)
 
     async def _writable(self) -> None:
         loop, fd = asyncio.get_running_loop(), self.sock.fileno()
-        ready = loop.create_future()
-        loop.add_writer(fd, _set, ready)
+        with self._waiter() as ready:
+            loop.add_writer(fd, _set, ready)
+            try:
+                async with asyncio.timeout(self.silence_s):
+                    await ready
+            finally:
+                if self.sock.fileno() == fd:
+                    loop.remove_writer(fd)
+
+    @contextlib.contextmanager
+    def _waiter(self) -> Iterator[asyncio.Future[None]]:
+        ready = asyncio.get_running_loop().create_future()
+        self._waiting.add(ready)
         try:
-            async with asyncio.timeout(self.silence_s):
-                await ready
+            yield ready
         finally:
-            loop.remove_writer(fd)
+            self._waiting.discard(ready)
 
 
 def framed(header: Header) -> bytes:

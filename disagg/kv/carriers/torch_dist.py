@@ -1,0 +1,433 @@
+"""Carrier `torch_dist`: payloads by torch.distributed's point-to-point send and recv, from box to box; gloo for boxes in host memory.
+
+    puller                                              source
+      control: Join(pair) --------------------------->            both build a process group of two over the source's TCPStore
+      pull:    Via(pull), Pull ---------------------->
+               <------------------------------------- Opened, Frame headers, Waiting, End
+      recv posted; control: Want(pull, seq, tag) ---->            send posted
+               <===================================== payload, by the process group
+      pull:    Ack ---------------------------------->
+
+A pair of workers has one group, built by its first pull and kept until one of them dies or a send or recv fails; then both drop it, and
+the next pull builds a new one. There is no global process group. The source sends only what the puller already waits for, in the order
+of the Wants (NCCL matches by order, not by tag); so a cancelled pull has only to wait for the few frames that it asked for.
+
+torch is imported when a carrier is made. Waiting is done by threads that block. As with the other network carriers, the network between
+workers is trusted: neither the store nor the group knows who connects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+from collections import deque
+from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from disagg.errors import ConfigError, TransferCorruptError, TransferError, TransferFencedError
+from disagg.kv.carriers.pulls import Listener, lost, serve_pull
+from disagg.kv.carriers.stream import Connection
+from disagg.kv.carriers.tcp import connected, listening
+from disagg.kv.frames import (
+    HEARTBEAT_S,
+    SILENCE_S,
+    Ack,
+    Failed,
+    Frame,
+    Header,
+    Join,
+    Pull,
+    Sink,
+    Via,
+    Want,
+    failed,
+    pull_request,
+    raise_failed,
+)
+from disagg.kv.outbox import Outbox, Reader
+from disagg.types import Transfer, new_id
+
+log = logging.getLogger(__name__)
+
+FRAMES_AHEAD = 4  # receives of one pull that may be under way
+PAIR_FRAMES = 8  # receives of one pair that may be under way; each holds a thread on both sides
+_THREADS = 64
+
+
+class TorchDistCarrier:
+    """Serves on `host`:`port` (0: a free one) and two more ports of `host`. `advertise`: the host name that peers are told.
+
+    `silence_s`: how long a peer may say or give nothing before it counts as lost. Raises ConfigError without torch.
+    """
+
+    name = "torch_dist"
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str | None = None,
+        silence_s: float = SILENCE_S,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        if importlib.util.find_spec("torch") is None:
+            raise ConfigError(
+                "kv.carrier torch_dist needs torch, which is not installed; expected tcp or grpc, or the extra cpu or gpu of disagg",
+                key="kv.carrier",
+                value="torch_dist",
+                expected="tcp or grpc",
+            )
+        self._host = host
+        self._port = port
+        self._advertise = advertise or host
+        self._silence_s = silence_s
+        self._heartbeat_s = heartbeat_s
+        self._groups = _Groups(host, silence_s)
+        self._listeners: list[Listener] = []
+        self._pairs: dict[str, asyncio.Task[_Pair]] = {}  # as puller, by endpoint
+        self._watchers: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_garbage(self) -> int:
+        """Connections closed for what they said."""
+        return sum(listener.num_garbage for listener in self._listeners)
+
+    async def serve(self, outbox: Outbox) -> str:
+        source = _Source(outbox, self._groups, self._heartbeat_s)
+        sock = listening(self._host, self._port)
+        self._listeners.append(Listener(self.name, sock, source.serve, self._silence_s))
+        return f"{self._advertise}:{sock.getsockname()[1]}/{self._groups.serve_store()}"
+
+    async def pull(self, endpoint: str, transfer: Transfer, sink: Sink) -> None:
+        pair = await self._pair(endpoint, transfer)
+        connection = await connected(endpoint.partition("/")[0], transfer, self._silence_s)
+        receives: deque[_Receive] = deque()
+        try:
+            await self._pull(pair, connection, transfer, sink, receives)
+        except (OSError, EOFError, TimeoutError) as error:
+            if receives:
+                pair.close()
+            why = f"silent for {self._silence_s} s" if isinstance(error, TimeoutError) else "the connection closed"
+            raise lost(transfer, why) from error
+        finally:
+            # The group writes into the inbox until these have ended: soon when the source lives, or when its end of the pair is gone.
+            await _all_done([each.done for each in receives])
+            connection.close()
+
+    async def close(self) -> None:
+        listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            await listener.close()
+        handshakes, self._pairs = list(self._pairs.values()), {}
+        for handshake in handshakes:
+            handshake.cancel()
+        for pair in await asyncio.gather(*handshakes, return_exceptions=True):
+            if isinstance(pair, _Pair):
+                pair.close()
+        if self._watchers:
+            await asyncio.wait(self._watchers)
+        self._groups.close()
+
+    async def _pull(self, pair: _Pair, connection: Connection, transfer: Transfer, sink: Sink, receives: deque[_Receive]) -> None:
+        """The messages of one pull, in order, with up to FRAMES_AHEAD payloads under way."""
+        pull_id = new_id()
+        await connection.send(Via(pull_id))
+        await connection.send(pull_request(transfer))
+        reading = asyncio.ensure_future(connection.receive())
+        complete = False
+        try:
+            while not complete:
+                may_read = len(receives) < FRAMES_AHEAD
+                waits: set[asyncio.Future[Any]] = {reading} if may_read else set()
+                if receives:
+                    waits.add(receives[0].done)
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                if receives and receives[0].done.done():
+                    first = receives[0]
+                    _check_received(first, transfer)
+                    receives.popleft()
+                    complete = await sink.receive(first.frame, (first.room,))
+                elif not isinstance(header := reading.result(), Frame) and receives:
+                    await asyncio.wait({receives[-1].done})  # what was announced before it goes first
+                else:
+                    if isinstance(header, Failed):
+                        raise_failed(header)
+                    if isinstance(header, Frame):
+                        room = sink.room(header)
+                        done = asyncio.ensure_future(pair.receive(pull_id, header, room))
+                        receives.append(_Receive(header, room, done))
+                    else:
+                        complete = await sink.receive(header, ())
+                    if not complete:
+                        reading = asyncio.ensure_future(connection.receive())
+            await connection.send(Ack(transfer.transfer_id))
+        finally:
+            reading.cancel()
+            await asyncio.wait({reading})
+            if not reading.cancelled():
+                reading.exception()
+
+    async def _pair(self, endpoint: str, transfer: Transfer) -> _Pair:
+        """The group with that source; one handshake, shared by all pulls."""
+        task = self._pairs.get(endpoint)
+        if task is not None and task.done() and not task.exception() and task.result().is_closed:
+            task = None
+        if task is None:
+            task = asyncio.ensure_future(self._join(endpoint, transfer))
+            self._pairs[endpoint] = task
+            task.add_done_callback(lambda t: self._pairs.pop(endpoint, None) if t.cancelled() or t.exception() else None)
+        try:
+            return await asyncio.shield(task)
+        except TransferError as error:
+            raise type(error)(error.message) from None
+
+    async def _join(self, endpoint: str, transfer: Transfer) -> _Pair:
+        address, _, store_port = endpoint.partition("/")
+        control = await connected(address, transfer, self._silence_s)
+        pair_id = new_id()
+        try:
+            await control.send(Join(transfer.source.epoch, pair_id))
+            answer = await control.receive()  # the same again: the source goes to the store now
+            if isinstance(answer, Failed):
+                raise_failed(answer)
+            group = await self._groups.join(address.rpartition(":")[0], int(store_port), pair_id)
+        except (OSError, EOFError, TimeoutError, RuntimeError, ValueError, TransferCorruptError) as error:
+            control.close()
+            raise lost(transfer, f"no process group: {error}") from error
+        except BaseException:
+            control.close()
+            raise
+        pair = _Pair(group, control, self._groups)
+        group = None
+
+        async def watch() -> None:
+            with contextlib.suppress(OSError, EOFError, TransferCorruptError):
+                await control.receive(timeout_s=None)
+            pair.close()
+            control.close()
+
+        watcher = asyncio.ensure_future(watch())
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        return pair
+
+
+@dataclass(frozen=True, slots=True)
+class _Receive:
+    """A payload on its way to `room`."""
+
+    frame: Frame
+    room: memoryview
+    done: asyncio.Task[None]
+
+
+def _check_received(receive: _Receive, transfer: Transfer) -> None:
+    error = receive.done.exception()
+    if error is not None:
+        raise lost(transfer, f"no payload of frame {receive.frame.seq}: {error}")
+
+
+class _Pair:
+    """The puller's end of a group of two. Whoever made it watches `control`, and closes it and the pair when its end has come."""
+
+    def __init__(self, group: Any, control: Connection, groups: _Groups) -> None:
+        self.is_closed = False
+        self._group = group
+        self._control = control
+        self._groups = groups
+        self._slots = asyncio.Semaphore(PAIR_FRAMES)
+        self._order = asyncio.Lock()
+        self._num_receives = 0
+
+    async def receive(self, pull_id: str, frame: Frame, room: memoryview) -> None:
+        """Ask for a payload and wait until it is there. Not to be cancelled: the group writes into `room` until this returns.
+
+        Raises OSError, EOFError, TimeoutError or RuntimeError when the pair is lost; it is closed then.
+        """
+        async with self._slots:
+            try:
+                async with self._order:
+                    if self.is_closed:
+                        raise EOFError("the process group was closed")
+                    tag, self._num_receives = self._num_receives, self._num_receives + 1
+                    work = self._group.recv([self._groups.tensor(room)], 0, tag)
+                    await self._control.send(Want(pull_id, frame.seq, tag))
+            except BaseException:
+                self.close()
+                raise
+            try:
+                await self._groups.wait(work)
+            except RuntimeError:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """No receive begins any more; the source drops its end, and with it those that wait fail. Idempotent."""
+        self.is_closed = True
+        self._group = None
+        self._control.shut()
+
+
+class _Source:
+    """What answers pulls and pairs on the source's side."""
+
+    def __init__(self, outbox: Outbox, groups: _Groups, heartbeat_s: float) -> None:
+        self._outbox = outbox
+        self._groups = groups
+        self._heartbeat_s = heartbeat_s
+        self._pulls: dict[str, _Pulled] = {}
+        self._ids: dict[Connection, str] = {}  # said in Via, for the next pull on the connection
+
+    async def serve(self, connection: Connection, request: Header) -> None:
+        """One request of a connection, to its end."""
+        match request:
+            case Join():
+                await self._serve_pair(connection, request)
+            case Via():
+                self._ids[connection] = request.pull_id
+                try:
+                    header = await connection.receive()
+                    if not isinstance(header, Pull):
+                        raise TransferCorruptError(f"unexpected {type(header).__name__} after Via")
+                    await self._serve_pull(connection, request.pull_id, header)
+                finally:
+                    self._ids.pop(connection, None)
+            case _:
+                raise TransferCorruptError(f"unexpected {type(request).__name__}")
+
+    async def _serve_pull(self, connection: Connection, pull_id: str, request: Pull) -> None:
+        pulled = _Pulled({}, set())
+
+        async def announced(frame: Frame, reader: Reader) -> None:
+            pulled.payloads[frame.seq] = reader.payload(frame)
+
+        self._pulls[pull_id] = pulled
+        try:
+            await serve_pull(self._outbox, request, connection, self._heartbeat_s, announced, pulled.settle)
+        finally:
+            self._pulls.pop(pull_id, None)
+
+    async def _serve_pair(self, control: Connection, request: Join) -> None:
+        if request.epoch != self._outbox.epoch:
+            fenced = TransferFencedError(f"asked for a process group of epoch {request.epoch}, this worker lives in {self._outbox.epoch}")
+            await control.send(failed(fenced))
+            return
+        await control.send(request)
+        try:
+            group = await self._groups.accept(request.pair_id)
+            while True:
+                want = await control.receive(timeout_s=None)
+                if not isinstance(want, Want):
+                    raise TransferCorruptError(f"unexpected {type(want).__name__} in a pair")
+                pulled = self._pulls.get(want.pull_id)
+                if pulled is None or want.seq not in pulled.payloads:
+                    raise EOFError("a Want of what is not served")  # ends the pair, and so the peer's wait for it
+                work = group.send([self._groups.tensor(pulled.payloads.pop(want.seq))], 1, want.tag)
+                task = asyncio.ensure_future(self._finish(work, control))
+                pulled.sends.add(task)
+                task.add_done_callback(pulled.sends.discard)
+        except RuntimeError as error:
+            raise EOFError(str(error)) from error
+
+    async def _finish(self, work: Any, control: Connection) -> None:
+        try:
+            await self._groups.wait(work)
+        except RuntimeError as error:
+            log.info("torch_dist: a pair ended: %s", error)
+            control.shut()  # the loop above ends, and drops the pair
+
+
+@dataclass(frozen=True, slots=True)
+class _Pulled:
+    """A pull under way at the source: payloads that were announced and not yet asked for, by `seq`, and sends that use the outbox."""
+
+    payloads: dict[int, memoryview]
+    sends: set[asyncio.Task[None]]
+
+    async def settle(self) -> None:
+        """Returns when no send reads from the outbox. A cancel does not cut it short."""
+        await _all_done(list(self.sends))
+
+
+async def _all_done(tasks: list[asyncio.Task[None]]) -> None:
+    while under_way := [task for task in tasks if not task.done()]:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait(under_way)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
+
+
+class _Groups:
+    """torch's side: stores, process groups of two, and threads that wait for them.
+
+    A group's connections close when nobody refers to it or to what it does any more; nothing else ends a send or recv under way.
+    """
+
+    def __init__(self, host: str, silence_s: float) -> None:
+        self._host = host
+        self._timeout = timedelta(seconds=silence_s)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="disagg-kv-torch")
+        self._store: Any = None
+        self._device: Any = None
+
+    def serve_store(self) -> int:
+        """Start the store at which pullers meet this source; its port."""
+        import torch.distributed as dist
+
+        with listening(self._host, 0) as sock:
+            port = int(sock.getsockname()[1])
+            # The store takes over the descriptor: it is bound to our address, where a store of its own would listen on all of them.
+            self._store = dist.TCPStore(self._host, port, None, True, self._timeout, wait_for_workers=False, master_listen_fd=sock.detach())
+        return port
+
+    async def accept(self, pair_id: str) -> Any:
+        """The source's end of a new group. Raises RuntimeError when the puller does not come within the timeout."""
+        return await self._run(self._make, self._store, pair_id, 0)
+
+    async def join(self, host: str, port: int, pair_id: str) -> Any:
+        """The puller's end of a new group. Raises RuntimeError when there is no store or no source."""
+
+        def join() -> Any:
+            import torch.distributed as dist
+
+            store = dist.TCPStore(host.strip("[]"), port, None, False, self._timeout, wait_for_workers=False)
+            return self._make(store, pair_id, 1)
+
+        return await self._run(join)
+
+    def _make(self, store: Any, pair_id: str, rank: int) -> Any:
+        import torch.distributed as dist
+
+        if self._device is None:
+            self._device = dist.ProcessGroupGloo.create_device(hostname=self._host)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [self._device]
+        options._timeout = self._timeout
+        options._threads = 1
+        return dist.ProcessGroupGloo(dist.PrefixStore(pair_id, store), rank, 2, options)
+
+    async def wait(self, work: Any) -> None:
+        """Returns when a send or recv has ended. Raises RuntimeError when it failed or took longer than the timeout.
+
+        Not to be cancelled: the memory is in use until then.
+        """
+        await self._run(work.wait, self._timeout)
+
+    def tensor(self, room: memoryview) -> Any:
+        """The bytes as a tensor, not copied."""
+        import torch
+
+        return torch.frombuffer(room, dtype=torch.uint8)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
+        self._store = None
+
+    def _run(self, function: Any, *args: Any) -> Awaitable[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
