@@ -33,14 +33,16 @@ Payload = Callable[[Header], Awaitable[Sequence[memoryview]]]
 class Listener:
     """Serves a listening socket until `close`. `serve` answers a connection's first header and those after it, one call per header.
 
-    `num_garbage`: connections closed for what they said. `num_refused`: closed because there were too many.
+    Garbage is counted in the outbox's counters. `num_refused`: connections closed because there were too many.
     """
 
-    def __init__(self, name: str, sock: socket.socket, serve: Serve, silence_s: float, max_connections: int = MAX_CONNECTIONS) -> None:
-        self.num_garbage = 0
+    def __init__(
+        self, name: str, sock: socket.socket, outbox: Outbox, serve: Serve, silence_s: float, max_connections: int = MAX_CONNECTIONS
+    ) -> None:
         self.num_refused = 0
         self._name = name
         self._sock = sock
+        self._outbox = outbox
         self._serve = serve
         self._silence_s = silence_s
         self._max_connections = max_connections
@@ -83,7 +85,7 @@ class Listener:
                 await self._serve(connection, header)
                 header = await connection.receive(timeout_s=None)  # a peer may keep a connection for its next pull
         except TransferCorruptError as error:
-            self.num_garbage += 1
+            self._outbox.counters.garbage += 1
             log.warning("%s: closed a connection: %s", self._name, error.message)
         except (OSError, EOFError, TimeoutError):
             pass  # the peer is gone; its reader has been let go

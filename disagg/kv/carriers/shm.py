@@ -34,11 +34,6 @@ class ShmCarrier:
         self._idle = IdleConnections()
         self._peers: dict[str, asyncio.Task[_Peer]] = {}
 
-    @property
-    def num_garbage(self) -> int:
-        """Connections closed for what they said."""
-        return sum(listener.num_garbage for listener in self._listeners)
-
     async def serve(self, outbox: Outbox) -> str:
         async def serve(connection: Connection, request: Header) -> None:
             if _peer_uid(connection.sock) != os.getuid():
@@ -62,7 +57,7 @@ class ShmCarrier:
             raise PlacementError(
                 f"cannot listen on {endpoint}: {error.strerror}", key="kv.carrier", value="shm", expected="a fresh epoch"
             ) from error
-        self._listeners.append(Listener(self.name, sock, serve, self._silence_s))
+        self._listeners.append(Listener(self.name, sock, outbox, serve, self._silence_s))
         return endpoint
 
     async def pull(self, endpoint: str, transfer: Transfer, sink: Sink) -> None:
@@ -121,6 +116,7 @@ class ShmCarrier:
                 pass
             finally:
                 self._peers.pop(endpoint, None)
+                self._idle.drop(transfer.source.worker)
                 connection.close()
 
         return _Peer(box, asyncio.ensure_future(watch()))

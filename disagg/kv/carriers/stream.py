@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from disagg.errors import TransferCorruptError
 from disagg.kv.frames import MAX_HEADER_BYTES, Header, pack, unpack
@@ -82,6 +82,13 @@ class Connection:
         except OSError:
             return False
         return False
+
+    def watch(self, said_or_closed: Callable[[], None]) -> None:
+        """Be told when the peer says anything or closes, until `unwatch` or `close`; nobody receives meanwhile."""
+        asyncio.get_running_loop().add_reader(self.sock.fileno(), said_or_closed)
+
+    def unwatch(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.sock.fileno())
 
     def shut(self) -> None:
         """Neither side can send any more; whoever waits, here or there, gets EOFError or OSError. `close` is still due."""
@@ -167,7 +174,7 @@ def _set(ready: asyncio.Future[None]) -> None:
 class IdleConnections:
     """Connections whose last pull ended well, by (endpoint, epoch), for the next one: no handshake, and TCP knows the path.
 
-    Of each worker only the latest life counts.
+    Of each worker only the latest life counts. One that the peer closes is closed here, too.
     """
 
     def __init__(self, most: int = 8) -> None:
@@ -182,6 +189,7 @@ class IdleConnections:
             return None
         while idle:
             connection = idle.pop()
+            connection.unwatch()
             if connection.is_quiet:
                 return connection
             connection.close()
@@ -191,12 +199,19 @@ class IdleConnections:
         key, idle = self._idle.setdefault(worker, ((endpoint, epoch), []))
         if key == (endpoint, epoch) and len(idle) < self._most:
             idle.append(connection)
+            connection.watch(lambda: self._gone(worker, connection))
         else:
             connection.close()
 
     def drop(self, worker: str) -> None:
         for connection in self._idle.pop(worker, (None, []))[1]:
             connection.close()
+
+    def _gone(self, worker: str, connection: Connection) -> None:
+        connection.close()
+        idle = self._idle.get(worker, (None, []))[1]
+        if connection in idle:
+            idle.remove(connection)
 
     def close(self) -> None:
         for worker in list(self._idle):

@@ -42,11 +42,6 @@ class TcpCarrier:
         self._listeners: list[Listener] = []
         self._idle = IdleConnections()
 
-    @property
-    def num_garbage(self) -> int:
-        """Connections closed for what they said."""
-        return sum(listener.num_garbage for listener in self._listeners)
-
     async def serve(self, outbox: Outbox) -> str:
         async def serve(connection: Connection, request: Header) -> None:
             if not isinstance(request, Pull):
@@ -59,7 +54,7 @@ class TcpCarrier:
             await serve_pull(outbox, request, connection, self._heartbeat_s, send_payload)
 
         sock = listening(self._host, self._port)
-        self._listeners.append(Listener(self.name, sock, serve, self._silence_s))
+        self._listeners.append(Listener(self.name, sock, outbox, serve, self._silence_s))
         return f"{self._advertise}:{sock.getsockname()[1]}"
 
     async def pull(self, endpoint: str, transfer: Transfer, sink: Sink) -> None:

@@ -92,15 +92,10 @@ class TorchDistCarrier:
         self._pairs: dict[str, asyncio.Task[_Pair]] = {}  # as puller, by endpoint
         self._watchers: set[asyncio.Task[None]] = set()
 
-    @property
-    def num_garbage(self) -> int:
-        """Connections closed for what they said."""
-        return sum(listener.num_garbage for listener in self._listeners)
-
     async def serve(self, outbox: Outbox) -> str:
         source = _Source(outbox, self._groups, self._heartbeat_s)
         sock = listening(self._host, self._port)
-        self._listeners.append(Listener(self.name, sock, source.serve, self._silence_s))
+        self._listeners.append(Listener(self.name, sock, outbox, source.serve, self._silence_s))
         return f"{self._advertise}:{sock.getsockname()[1]}/{self._groups.serve_store()}"
 
     async def pull(self, endpoint: str, transfer: Transfer, sink: Sink) -> None:
