@@ -39,14 +39,14 @@ class FaultyWire:
 
     def __init__(self, target: str) -> None:
         self.num_faults = 0
-        self._target = target
+        self._target, slash, rest = target.partition("/")  # the rest: further ports of carrier torch_dist, not harmed
         self._harm: Harm | None = None
         self._countdown = 0
         self._stalled: set[_Link] = set()
         self._links: dict[asyncio.Task[None], _Link] = {}
-        self._listener = _listener(target)
+        self._listener = _listener(self._target)
         name = self._listener.getsockname()
-        self.endpoint = f"@{name[1:].decode()}" if isinstance(name, bytes) else f"{name[0]}:{name[1]}"
+        self.endpoint = f"@{name[1:].decode()}" if isinstance(name, bytes) else f"{name[0]}:{name[1]}{slash}{rest}"
         self._accepting = asyncio.ensure_future(self._accept())
 
     def arm(self, harm: Harm) -> None:

@@ -27,6 +27,7 @@ from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 from disagg.errors import ConfigError, TransferCorruptError, TransferError, TransferFencedError
@@ -87,10 +88,13 @@ class TorchDistCarrier:
         self._advertise = advertise or host
         self._silence_s = silence_s
         self._heartbeat_s = heartbeat_s
-        self._groups = _Groups(host, silence_s)
         self._listeners: list[Listener] = []
         self._pairs: dict[str, asyncio.Task[_Pair]] = {}  # as puller, by endpoint
         self._watchers: set[asyncio.Task[None]] = set()
+
+    @cached_property
+    def _groups(self) -> _Groups:
+        return _Groups(self._host, self._silence_s)
 
     async def serve(self, outbox: Outbox) -> str:
         source = _Source(outbox, self._groups, self._heartbeat_s)
