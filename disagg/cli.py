@@ -29,6 +29,7 @@ COMMAND_MODULES = (
     "disagg.cli_ab",
     "disagg.cli_sim",
     "disagg.cli_limits",
+    "disagg.cli_profile",
 )
 
 

@@ -9,6 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from disagg.config import Topology
+    from disagg.perf.profile import Profile
     from disagg.sim.settings import SimSettings
     from disagg.trace import Trace
 
@@ -28,10 +29,15 @@ def sim(
     out: Path = typer.Option(Path("out/sim"), "--out", help="Where result.json and requests.jsonl go; an older result there moves away."),
     traces: Path | None = typer.Option(None, "--traces", help="Folder of trace files; default: $DISAGG_TRACES."),
     seed: int | None = typer.Option(None, "--seed", help="Seed of the workload; default: its own."),
-    link_gbps: float = typer.Option(50.0, "--link-gbps", help="Bandwidth of one worker's link each way, in 10^9 bytes/s."),
+    link_gbps: float | None = typer.Option(
+        None, "--link-gbps", help="Bandwidth of one worker's link each way, in 10^9 bytes/s; default: the profile's, else 50."
+    ),
     network_ms: float = typer.Option(0.5, "--network-ms", help="One message one way, in milliseconds."),
     max_tokens: int | None = typer.Option(
         None, "--max-tokens", help="What every request asks for at most: the router has to guess answers' lengths; default: it is told."
+    ),
+    profile: Path | None = typer.Option(
+        None, "--profile", help="A file of `disagg profile`: its step times and link, with the engine arguments of the topology's pools."
     ),
     settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Override a key of the topology, dotted; repeatable."),
 ) -> None:
@@ -39,16 +45,21 @@ def sim(
     from disagg.ab.trace_workload import load_any_workload, workload_trace
     from disagg.cli_up import overrides_of
     from disagg.config import load_topology
+    from disagg.engine.simulated_settings import profiled_topology
+    from disagg.perf.profile import load_profile
     from disagg.sim.settings import SimSettings
     from disagg.trace import Scaling, scale
 
     loaded = load_topology(topology, overrides_of(settings))
+    measured = None
+    if profile is not None:
+        loaded, measured = profiled_topology(loaded, profile), load_profile(profile)
     arms = {mode: loaded.with_mode(_mode(mode)) for mode in modes or [loaded.mode]}
     wanted = load_any_workload(workload)
     trace = workload_trace(wanted, loaded.slo_classes, traces, seed=seed)
     world = SimSettings(
         network_s=network_ms / 1e3,
-        link_bandwidth=link_gbps * 1e9,
+        **_link(link_gbps, measured),
         timeout_s=wanted.timeout_s,
         prefix_block_tokens=trace.prefix_block_tokens,
         max_tokens=max_tokens,
@@ -58,6 +69,14 @@ def sim(
     else:
         sent = scale(trace, Scaling(rate_factor=rate)) if rate != 1.0 else trace
         _print_result(arms, sent, world, wanted.model_dump(mode="json", exclude_none=True), out)
+
+
+def _link(link_gbps: float | None, measured: Profile | None) -> dict[str, Any]:
+    """Bandwidth, latency and bytes per token of transfers, as far as they are known."""
+    known: dict[str, Any] = {} if measured is None else {"kv_bytes_per_token": measured.kv_bytes_per_token}
+    if measured is not None and measured.link_bandwidth is not None:
+        known |= {"link_bandwidth": measured.link_bandwidth, "link_latency_s": measured.link_latency_s}
+    return known if link_gbps is None else known | {"link_bandwidth": link_gbps * 1e9}
 
 
 def _mode(name: str) -> Any:

@@ -36,6 +36,8 @@ class SimulatedSettings(_Strict):
 
     `speed`: simulated seconds per real second (10 = ten times faster than the device; 0 = no waiting at all).
     `kv_bytes_per_token`: real bytes that stand for one token's KV in boxes and on the wire; a multiple of `tp`.
+    `profile`: a file of `disagg profile`, whose step times and cache size then count instead of the roofline's; by default the engine's.
+    `long_prefill_tokens`: tokens of a step that one long prompt takes at most (vLLM's long_prefill_token_threshold; 0: all of it).
     `eos_mean_tokens`: the end-of-sequence token comes up once in so many tokens. `enable_prefix_caching`: blocks of prompts stay until
     their room is needed, as in vLLM.
     """
@@ -50,6 +52,8 @@ class SimulatedSettings(_Strict):
     block_tokens: PositiveInt = 16
     max_num_batched_tokens: PositiveInt = 2048
     max_num_seqs: PositiveInt = 256
+    long_prefill_tokens: Annotated[int, Field(ge=0)] = 0
+    profile: str | None = None
     max_model_len: PositiveInt = 32768
     kv_cache_tokens: PositiveInt | None = None  # None: what the device's memory holds
     enable_prefix_caching: bool = True
@@ -59,12 +63,16 @@ class SimulatedSettings(_Strict):
 
 
 class EngineSettings(_Strict):
-    """Which engine, and its arguments. `args`: any field of vLLM's AsyncEngineArgs, for all pools; a pool's `args` win."""
+    """Which engine, and its arguments. `args`: any field of vLLM's AsyncEngineArgs, for all pools; a pool's `args` win.
+
+    `profile`: a file of `disagg profile`, relative to the topology's: where predictions start, and what simulated engines compute with.
+    """
 
     kind: Literal["vllm", "simulated"] = "vllm"
     args: PoolArgs = Field(default_factory=dict)
     env: dict[str, str] = Field(default_factory=dict)
     simulated: SimulatedSettings = Field(default_factory=SimulatedSettings)
+    profile: str | None = None
 
     @field_validator("env", mode="before")
     @classmethod
@@ -343,6 +351,7 @@ class Topology(_Strict):
     def simulated(self, role: Role) -> SimulatedSettings:
         """Simulated-engine settings of one pool."""
         merged = {**self.engine.simulated.model_dump(), **self.active_pools()[role].simulated}
+        merged["profile"] = merged.get("profile") or self.engine.profile
         return validated(SimulatedSettings, merged, f"pools.{role}.simulated")
 
     def slo_class(self, name: str) -> SloClass | None:
@@ -361,7 +370,16 @@ def load_topology(path: str | Path, overrides: Mapping[str, Any] | None = None) 
         raise ConfigError(f"{file}: not valid YAML: {error}", key=str(file), expected="a YAML mapping") from error
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}", key=str(file), expected="a readable file") from error
-    return parse_topology(raw, str(file), overrides)
+    return _beside(file, parse_topology(raw, str(file), overrides))
+
+
+def _beside(file: Path, topology: Topology) -> Topology:
+    """`topology` with its profile's path made absolute: it counts from the topology's folder."""
+    profile = topology.engine.profile
+    if profile is None:
+        return topology
+    path = str((file.resolve().parent / Path(profile).expanduser()).resolve())
+    return topology.model_copy(update={"engine": topology.engine.model_copy(update={"profile": path})})
 
 
 def parse_topology(raw: Any, source: str = "topology", overrides: Mapping[str, Any] | None = None) -> Topology:

@@ -2,8 +2,8 @@
 
 One number per sequence, `num_computed`, replaces two phases: a sequence wants `num_tokens - num_computed` more tokens computed, many
 while its prompt is new, one while it decodes. Each step hands out at most `max_num_batched_tokens`: first to running sequences in their
-order, then to waiting ones, first come first served. When the cache is full, the newest running sequence is preempted: its blocks are
-freed, it goes to the front of the waiting ones and computes all its tokens again.
+order, then to waiting ones, first come first served; one sequence gets `long_prefill_tokens` of them at most. When the cache is full, the
+newest running sequence is preempted: its blocks are freed, it goes to the front of the waiting ones and computes all its tokens again.
 
     waiting --admit--> running --remove--> gone          blocks: only running sequences hold any
        ^-----preempt-----'
@@ -51,10 +51,18 @@ class Scheduler:
     """Owner of the queue and of the block count. Never awaits; not thread-safe."""
 
     def __init__(
-        self, *, max_num_batched_tokens: int, max_num_seqs: int, num_blocks: int, block_tokens: int, prefixes: PrefixCache | None = None
+        self,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        num_blocks: int,
+        block_tokens: int,
+        prefixes: PrefixCache | None = None,
+        long_prefill_tokens: int = 0,
     ) -> None:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
+        self._most_of_one = long_prefill_tokens or max_num_batched_tokens
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.prefixes = prefixes
@@ -93,7 +101,7 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
-            num_tokens = min(sequence.num_tokens - sequence.num_computed, budget)
+            num_tokens = min(sequence.num_tokens - sequence.num_computed, budget, self._most_of_one)
             while sequence.is_running and not self._allocate(sequence, sequence.num_computed + num_tokens):
                 self._preempt(self.running[-1])
                 preempted = True
@@ -167,7 +175,7 @@ class Scheduler:
         """Whether the first chunk of a waiting sequence, `budget` tokens at most, has room. Looking leaves no trace in the prefix cache."""
         units = self._usable_units(sequence.prefix, sequence.num_tokens)
         start = max(sequence.num_ready, units * self._unit_tokens)
-        num_tokens = start + min(sequence.num_tokens - start, budget)
+        num_tokens = start + min(sequence.num_tokens - start, budget, self._most_of_one)
         blocks = -(-num_tokens // self.block_tokens)
         if units and self.prefixes is not None:
             blocks -= units * self.prefixes.unit_blocks - self.prefixes.evictable_among(sequence.prefix[:units])
@@ -191,7 +199,7 @@ class Scheduler:
             self.waiting.popleft()
             self._hold_prefix(sequence)
             start = max(sequence.num_ready, sequence.num_cached)
-            num_tokens = min(sequence.num_tokens - start, budget)
+            num_tokens = min(sequence.num_tokens - start, budget, self._most_of_one)
             has_room = self._allocate(sequence, start + num_tokens)
             assert has_room
             sequence.is_running = True

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from disagg.config import SimulatedSettings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from disagg.config import Pools, PoolSettings, SimulatedSettings, Topology
 from disagg.errors import ConfigError, InvalidRequestError
 from disagg.kv.layout import KvLayout
 from disagg.perf.hardware import find_device
 from disagg.perf.memory import placement_memory
+from disagg.perf.profile import Profile, load_profile
 from disagg.perf.shapes import find_shape
 from disagg.types import ModelInfo, Request
 
@@ -32,12 +37,17 @@ def simulated_layout(settings: SimulatedSettings) -> KvLayout:
 
 
 def kv_cache_tokens(settings: SimulatedSettings) -> int:
-    """Tokens of KV of one engine: as set, or what the devices hold beside the weights. Raises ConfigError when they hold too few."""
+    """Tokens of KV of one engine: as set, as profiled, or what the devices hold beside the weights.
+
+    Raises ConfigError when they hold too few.
+    """
     if settings.kv_cache_tokens is not None:
         if settings.kv_cache_tokens < settings.block_tokens:
             expected = f"at least one block ({settings.block_tokens} tokens)"
             raise ConfigError(key="simulated.kv_cache_tokens", value=settings.kv_cache_tokens, expected=expected)
         return settings.kv_cache_tokens
+    if settings.profile is not None:
+        return load_profile(settings.profile).kv_cache_tokens
     shape, device = find_shape(settings.shape), find_device(settings.gpu)
     report = placement_memory(shape, device, settings.tp, settings.dtype, min_kv_tokens=settings.block_tokens, kv_dtype=settings.kv_dtype)
     if not report.fits:
@@ -88,3 +98,41 @@ def check_request(settings: SimulatedSettings, request: Request, max_context_tok
         raise InvalidRequestError(
             field="max_tokens", value=f"{request.num_prompt_tokens} + {request.sampling.max_tokens}", expected=expected
         )
+
+
+def profiled_topology(topology: Topology, path: str | Path) -> Topology:
+    """`topology` for a simulation with the step times of a profile: each pool's engine arguments as the simulated engine's settings.
+
+    Of a real engine's arguments those count that shape a step: max_num_batched_tokens, max_num_seqs, long_prefill_token_threshold and
+    max_model_len. Raises ConfigError for a profile of another model.
+    """
+    profile, absolute = load_profile(path), str(Path(path).expanduser().resolve())
+    is_real = topology.engine.kind == "vllm"
+    if is_real:
+        profile.check_model(topology.model)
+    pools = {}
+    for name in ("prefill", "decode", "colocated"):
+        pool: PoolSettings | None = getattr(topology.pools, name)
+        if pool is not None and is_real:
+            pool = pool.model_copy(update={"simulated": _settings_of({**topology.engine.args, **pool.args}, profile) | pool.simulated})
+        pools[name] = pool
+    engine = topology.engine.model_copy(update={"profile": absolute})
+    return topology.model_copy(update={"engine": engine, "pools": Pools(**pools)})
+
+
+_ARGUMENTS = {
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "max_num_seqs": "max_num_seqs",
+    "max_model_len": "max_model_len",
+    "long_prefill_token_threshold": "long_prefill_tokens",
+}
+
+
+def _settings_of(args: Mapping[str, Any], profile: Profile) -> dict[str, Any]:
+    given = {ours: args.get(theirs, profile.args.get(theirs)) for theirs, ours in _ARGUMENTS.items()}
+    return {
+        "shape": profile.model_name,
+        "block_tokens": profile.block_tokens,
+        "kv_bytes_per_token": profile.kv_bytes_per_token,
+        **{key: value for key, value in given.items() if isinstance(value, int)},
+    }

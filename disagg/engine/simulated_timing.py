@@ -7,17 +7,25 @@ from collections.abc import Iterable
 from disagg.config import SimulatedSettings
 from disagg.engine.simulated_scheduler import Scheduled
 from disagg.perf.hardware import find_device
+from disagg.perf.profile import StepTimes, load_profile
 from disagg.perf.roofline import PrefillChunk, StepModel
 from disagg.perf.shapes import find_shape
 from disagg.types import StepRecord
 
 
-def step_model(settings: SimulatedSettings) -> StepModel:
-    """The roofline of these settings. Raises ConfigError for an unknown shape or device, or a degree that the heads do not divide by."""
+def step_model(settings: SimulatedSettings) -> StepTimes:
+    """The profile of these settings, or else the roofline.
+
+    Raises ConfigError for an unknown shape or device, a degree that the heads do not divide by, and a profile of another model.
+    """
+    if settings.profile is not None:
+        profile = load_profile(settings.profile)
+        profile.check_model(settings.shape)
+        return profile
     return StepModel(find_shape(settings.shape), find_device(settings.gpu), settings.tp, settings.dtype, settings.kv_dtype)
 
 
-def plan_seconds(model: StepModel, plan: Iterable[Scheduled]) -> float:
+def plan_seconds(model: StepTimes, plan: Iterable[Scheduled]) -> float:
     """Seconds of the device for one planned step, before `num_computed` is moved on. A single token on a non-empty cache is a decode."""
     chunks, num_decodes, context_tokens = [], 0, 0
     for item in plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from disagg.config import Topology
 from disagg.errors import ConfigError
 from disagg.perf.hardware import find_device
+from disagg.perf.profile import Profile, load_profile
 from disagg.perf.roofline import StepModel
 from disagg.perf.shapes import ModelShape, find_shape
 from disagg.policy.step_cost import GENERIC, StepCost, from_roofline
@@ -14,7 +15,8 @@ from disagg.types import Role
 def priors_of(topology: Topology, shape: ModelShape | None = None) -> dict[Role, StepCost]:
     """Step costs per role. `shape`: of the model that a real engine loads, where it is known.
 
-    A real engine's device is a CPU core, or the GPU that `ray.gpu` names (an H100 when it names none). The first steps correct it.
+    `engine.profile` comes first, where the topology has one; ConfigError when it is another model's. Otherwise a real engine's device is a
+    CPU core, or the GPU that `ray.gpu` names (an H100 when it names none). The first steps correct it.
     """
     if topology.engine.kind == "simulated":
         return {role: _simulated(topology, role) for role in topology.active_pools()}
@@ -34,10 +36,24 @@ def pass_tokens_of(topology: Topology) -> dict[Role, int]:
 
 def _simulated(topology: Topology, role: Role) -> StepCost:
     s = topology.simulated(role)
-    return from_roofline(StepModel(find_shape(s.shape), find_device(s.gpu), s.tp, s.dtype), s.speed)
+    if s.profile is not None:
+        return _profiled(load_profile(s.profile)).scaled(1.0 / s.speed if s.speed else 0.0)
+    return from_roofline(StepModel(find_shape(s.shape), find_device(s.gpu), s.tp, s.dtype, s.kv_dtype), s.speed)
+
+
+def _profiled(profile: Profile) -> StepCost:
+    """A decode is taken for a token like any other; what it costs beyond a prompt's goes into the step, for a batch of four."""
+    steps = profile.steps
+    token_s = min(steps.prompt_token_s, steps.decode_s) if steps.ridge_tokens else steps.prompt_token_s
+    base_s = steps.base_s + 4 * max(0.0, steps.decode_s - token_s)
+    return StepCost(base_s, steps.over_s, token_s, steps.pair_s, steps.context_s, steps.ridge_tokens)
 
 
 def _real(topology: Topology, role: Role, shape: ModelShape | None) -> StepCost:
+    if topology.engine.profile is not None:
+        profile = load_profile(topology.engine.profile)
+        profile.check_model(topology.model)
+        return _profiled(profile)
     if shape is None:
         return GENERIC
     pool = topology.active_pools()[role]

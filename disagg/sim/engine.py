@@ -126,6 +126,7 @@ class SimEngine:
         self.scheduler = Scheduler(
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
+            long_prefill_tokens=settings.long_prefill_tokens,
             num_blocks=kv_cache_tokens(settings) // settings.block_tokens,
             block_tokens=settings.block_tokens,
             prefixes=self.prefixes,
