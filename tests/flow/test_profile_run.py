@@ -24,6 +24,7 @@ pools:
   decode: {count: 1}
   colocated: {count: 2}
 kv: {outbox_gib: 0.01, inbox_gib: 0.01}
+slo_classes: [{name: chat, ttft_ms: 2000, tpot_ms: 100}]
 """
 
 
@@ -37,7 +38,7 @@ def test_a_known_engine_is_measured_and_simulated(tmp_path: Path) -> None:
     truth = step_model(SimulatedSettings(shape="llama-3.1-8b", gpu="l40s", tp=1))
     # The steps' own times were told, not timed: only the linear form can be off.
     for chunks, batch, context in (((PrefillChunk(2000),), 0, 0), ((), 1, 500), ((), 16, 8000)):
-        assert profile.step_s(chunks, batch, context) == pytest.approx(truth.step_s(chunks, batch, context), rel=0.2)
+        assert profile.step_s(chunks, batch, context) == pytest.approx(truth.step_s(chunks, batch, context), rel=0.3)
     assert profile.kv_cache_tokens == 40_000
     sim = CliRunner().invoke(app, ["sim", str(topology), "--profile", str(out), "--workload", "short-chat", "--out", str(tmp_path / "sim")])
     assert sim.exit_code == 0, sim.output
