@@ -113,14 +113,15 @@ class Pools(_Strict):
 class KvSettings(_Strict):
     """How KV moves. `carrier: auto` takes shm between workers of one host and tcp otherwise; any other value is the only one used.
 
-    `outbox_gib`/`inbox_gib`: box sizes per worker. `lease_s`: how long an outbox entry outlives a silent gateway before it is fenced.
+    `outbox_gib`/`inbox_gib`: box sizes per worker; by default a share of the host's free memory (kv/sizes.py).
+    `lease_s`: how long an outbox entry outlives a silent gateway before it is fenced.
     `delay_s` and `gbps`: slow the carrier down on purpose (experiments and tests): extra seconds before the first frame, and a bandwidth
     cap in 10^9 bytes/s.
     """
 
     carrier: Literal["auto", "shm", "cuda_ipc", "tcp", "grpc", "torch_dist"] = "auto"
-    outbox_gib: Annotated[float, Field(gt=0)] = 0.5
-    inbox_gib: Annotated[float, Field(gt=0)] = 0.5
+    outbox_gib: Annotated[float, Field(gt=0)] | None = None
+    inbox_gib: Annotated[float, Field(gt=0)] | None = None
     lease_s: Annotated[float, Field(gt=0)] = 30.0
     port: Port = 0
     delay_s: Annotated[float, Field(ge=0)] = 0.0
@@ -136,13 +137,10 @@ class KvSettings(_Strict):
         """The carrier goes over the network even within a host, so nothing is gained by sharing one."""
         return self.carrier in ("tcp", "grpc", "torch_dist")
 
-    @property
-    def outbox_bytes(self) -> int:
-        return int(self.outbox_gib * GIB)
-
-    @property
-    def inbox_bytes(self) -> int:
-        return int(self.inbox_gib * GIB)
+    def box_bytes(self, default_bytes: int) -> tuple[int, int]:
+        """(outbox, inbox) of one worker; `default_bytes` where no size is given."""
+        outbox, inbox = [default_bytes if gib is None else int(gib * GIB) for gib in (self.outbox_gib, self.inbox_gib)]
+        return outbox, inbox
 
 
 def _absolute(value: str) -> str:

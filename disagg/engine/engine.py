@@ -43,6 +43,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def max_context_tokens(self) -> int:
+        """Tokens of the longest request, prompt and answer together."""
+        ...
+
+    @property
     def is_alive(self) -> bool:
         """False once the engine cannot serve again."""
         ...

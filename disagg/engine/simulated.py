@@ -159,6 +159,10 @@ class SimulatedEngine:
         return self._layout
 
     @property
+    def max_context_tokens(self) -> int:
+        return self._max_context
+
+    @property
     def is_alive(self) -> bool:
         return not self._dead.is_set()
 

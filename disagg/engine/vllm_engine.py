@@ -147,6 +147,10 @@ class VllmEngine:
         return self._ledger.layouts[0]
 
     @property
+    def max_context_tokens(self) -> int:
+        return self._limits.max_model_len
+
+    @property
     def model_info(self) -> ModelInfo:
         """What a gateway must know of the model."""
         layout = self.layout

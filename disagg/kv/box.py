@@ -83,13 +83,32 @@ def attach(fd: int, num_bytes: int, *, writable: bool = False) -> memoryview:
 
 
 def available_memory_bytes() -> int:
-    """Memory that this process may still take: the host's available memory, or the container's limit when that is less."""
+    """Memory that this process may still take: the host's available memory, or what the container's limit leaves when that is less."""
+    return min([_meminfo_bytes("MemAvailable"), *[limit - used for limit, used in _container_memory()]])
+
+
+def host_memory_bytes() -> int:
+    """All memory of the host, or the container's limit when that is less."""
+    return min([_meminfo_bytes("MemTotal"), *[limit for limit, _ in _container_memory()]])
+
+
+def _meminfo_bytes(key: str) -> int:
     lines = Path("/proc/meminfo").read_text().splitlines()
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def _container_memory() -> list[tuple[int, int]]:
+    """(limit, used) of this process's control group, version 2 or 1; nothing without a limit. Page cache that can go is not counted."""
+    found = []
+    for folder, limit, usage, cache in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
         with contextlib.suppress(OSError, ValueError):  # absent, or "max"
-            found.append(int(Path(limit).read_text()))
-    return min(found)
+            limit_bytes, used_bytes = [int((Path(folder) / name).read_text()) for name in (limit, usage)]
+            stat = dict(line.split() for line in (Path(folder) / "memory.stat").read_text().splitlines())
+            found.append((limit_bytes, max(0, used_bytes - int(stat.get(cache, 0)))))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

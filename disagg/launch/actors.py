@@ -56,6 +56,7 @@ class Server(Protocol):
 class WorkerPlan:
     """All that a worker's actor needs. `core_slots`: positions among its node's usable cores, valid on node `node_id` only.
 
+    `workers_on_host`: those that share its node's memory.
     `base_dir`: what a relative model path counts from. `is_local`: the whole Ray is one machine's, so that workers meet on 127.0.0.1.
     """
 
@@ -66,6 +67,7 @@ class WorkerPlan:
     is_local: bool
     core_slots: tuple[int, ...] | None
     node_id: str
+    workers_on_host: int | None = None
 
     def cores(self) -> list[int] | None:
         """Core numbers to bind to on this machine; None where the plan binds none, or after a move to another node."""
@@ -116,7 +118,8 @@ class WorkerActor:
         host = LOCAL_HOST if plan.is_local else ray.util.get_node_ip_address()
         try:
             cores = plan.cores()
-            server = await start_worker(plan.topology, plan.role, plan.name, model_of(plan.topology, plan.base_dir), host, cores)
+            model = model_of(plan.topology, plan.base_dir)
+            server = await start_worker(plan.topology, plan.role, plan.name, model, host, cores, plan.workers_on_host)
         except DisaggError:
             raise
         except Exception as error:

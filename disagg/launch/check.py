@@ -216,7 +216,7 @@ def _too_large(report: MemoryReport, device: str, model: str, length: int) -> st
 
 def _overhead_bytes(topology: Topology, role: Role) -> int:
     """Host memory of one worker beside weights and KV: its process, and the boxes of one that moves KV."""
-    boxes = 0 if role is Role.COLOCATED else topology.kv.outbox_bytes + topology.kv.inbox_bytes
+    boxes = 0 if role is Role.COLOCATED else sum(topology.kv.box_bytes(0))  # a default size is a share of what is free
     return PROCESS_BYTES[topology.engine.kind] + boxes
 
 

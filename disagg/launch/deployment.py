@@ -202,7 +202,14 @@ class _Start:
                 item = placed.popleft()
                 bundle = bundles[item.spec.name]
                 plan = WorkerPlan(
-                    self.topology, item.spec.role, item.spec.name, self.base_dir, self.session.is_local, item.core_slots, bundle.node_id
+                    self.topology,
+                    item.spec.role,
+                    item.spec.name,
+                    self.base_dir,
+                    self.session.is_local,
+                    item.core_slots,
+                    bundle.node_id,
+                    sum(bundles[spec.name].node_id == bundle.node_id for spec in specs),
                 )
                 handle = self._worker(item.spec, bundle).remote(plan)
                 loading[handle.describe.remote()] = (item.spec.name, handle, time.monotonic())

@@ -7,7 +7,7 @@ import contextlib
 from disagg.config import Topology
 from disagg.engine.start import start_engine
 from disagg.errors import ConfigError
-from disagg.kv.box import Box
+from disagg.kv.box import Box, available_memory_bytes, host_memory_bytes
 from disagg.kv.carrier import Carrier, SlowCarrier, offered_carriers, this_host_id
 from disagg.kv.carriers.grpc import GrpcCarrier
 from disagg.kv.carriers.shm import ShmCarrier
@@ -15,6 +15,7 @@ from disagg.kv.carriers.tcp import TcpCarrier
 from disagg.kv.carriers.torch_dist import TorchDistCarrier
 from disagg.kv.inbox import Inbox
 from disagg.kv.outbox import Outbox
+from disagg.kv.sizes import check_host, check_longest_prompt, default_box_bytes
 from disagg.serving.worker import LocalWorker
 from disagg.serving.worker_rpc_server import WorkerServer
 from disagg.types import KvAddress, Role, new_id
@@ -23,21 +24,31 @@ UNUSED_BOX_BYTES = 1 << 20  # a colocated worker moves no KV
 
 
 async def start_worker(
-    topology: Topology, role: Role, name: str, model: str | None = None, host: str = "127.0.0.1", cores: list[int] | None = None
+    topology: Topology,
+    role: Role,
+    name: str,
+    model: str | None = None,
+    host: str = "127.0.0.1",
+    cores: list[int] | None = None,
+    workers_on_host: int | None = None,
 ) -> WorkerServer:
     """One worker of `topology` in this process, serving on a free port of `host` (the address that gateways and peers are told).
 
+    `workers_on_host`: how many of the topology's workers share this host's memory; None: all of them.
     Raises ConfigError and its children; then nothing is left behind.
     """
     epoch = new_id()
     async with contextlib.AsyncExitStack() as undo:
         moves_kv = role is not Role.COLOCATED
-        outbox_box = Box(topology.kv.outbox_bytes if moves_kv else UNUSED_BOX_BYTES, f"{name}-outbox")
+        outbox_bytes, inbox_bytes = _box_bytes(topology, workers_on_host) if moves_kv else (UNUSED_BOX_BYTES, UNUSED_BOX_BYTES)
+        outbox_box = Box(outbox_bytes, f"{name}-outbox")
         undo.callback(outbox_box.close)
-        inbox_box = Box(topology.kv.inbox_bytes if moves_kv else UNUSED_BOX_BYTES, f"{name}-inbox")
+        inbox_box = Box(inbox_bytes, f"{name}-inbox")
         undo.callback(inbox_box.close)
         engine = await start_engine(topology, role, name, model, outbox_box, inbox_box, cores)
         undo.push_async_callback(engine.close)
+        if moves_kv:
+            check_longest_prompt(engine.layout, engine.max_context_tokens, outbox_bytes, inbox_bytes)
         carriers = make_carriers(topology, host) if moves_kv else {}
         outbox = Outbox(outbox_box, engine.layout, epoch, topology.kv.lease_s)
         inbox = Inbox(inbox_box, engine.layout, carriers, this_host_id(), topology.kv.carrier, topology.kv.lease_s)
@@ -50,6 +61,14 @@ async def start_worker(
         server = await WorkerServer.start(worker, host, topology.admission.worker_timeout_s)
         undo.pop_all()
     return server
+
+
+def _box_bytes(topology: Topology, workers_on_host: int | None) -> tuple[int, int]:
+    """(outbox, inbox). Raises ConfigError when this host has no memory for those of all its workers."""
+    workers = workers_on_host or sum(pool.count for pool in topology.active_pools().values())
+    outbox_bytes, inbox_bytes = topology.kv.box_bytes(default_box_bytes(available_memory_bytes(), workers))
+    check_host(outbox_bytes, inbox_bytes, workers, host_memory_bytes())
+    return outbox_bytes, inbox_bytes
 
 
 def make_carriers(topology: Topology, host: str) -> dict[str, Carrier]:

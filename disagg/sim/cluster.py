@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from disagg.config import SloClass, Topology
 from disagg.engine.simulated_settings import simulated_model_info
 from disagg.errors import ConfigError, InvalidRequestError, nearest
+from disagg.kv.sizes import MAX_DEFAULT_BYTES
 from disagg.perf.shapes import find_shape
 from disagg.policy.decision import Grant, Refusal
 from disagg.sim.agenda import Agenda, Appointment
@@ -332,6 +333,7 @@ class Simulation:
 
 def _build_workers(agenda: Agenda, topology: Topology, settings: SimSettings) -> Mapping[str, SimWorker]:
     workers = {}
+    outbox_bytes, inbox_bytes = topology.kv.box_bytes(MAX_DEFAULT_BYTES)  # a simulated host is not short of memory
     for role, pool in topology.active_pools().items():
         engine = topology.simulated(role)
         unit, rest = divmod(settings.prefix_block_tokens, engine.block_tokens)
@@ -345,8 +347,8 @@ def _build_workers(agenda: Agenda, topology: Topology, settings: SimSettings) ->
                 name,
                 role,
                 engine,
-                outbox_bytes=topology.kv.outbox_bytes,
-                inbox_bytes=topology.kv.inbox_bytes,
+                outbox_bytes=outbox_bytes,
+                inbox_bytes=inbox_bytes,
                 prefix_unit_blocks=unit,
                 keep_tokens=settings.keep_tokens,
             )

@@ -90,7 +90,7 @@ async def test_a_third_of_200_cancelled_at_random_moments_leaves_nothing(mode: s
     rng = random.Random(seed)
     phases: Counter[Phase] = Counter()
     workers = {"prefill": 2, "decode": 2} if mode == "disagg" else {"prefill": 1, "decode": 1}
-    shape = {**workers, "box_bytes": 256 << 10, "kv": {"delay_s": 0.02}, "admission": {"max_prefills_per_worker": 1}}
+    shape = {**workers, "box_bytes": 256 << 10, "max_model_len": 4096, "kv": {"delay_s": 0.02}, "admission": {"max_prefills_per_worker": 1}}
     async with cluster(mode=mode, **shape, **SLOW) as c:
 
         async def one(number: int) -> None:

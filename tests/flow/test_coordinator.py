@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from disagg.errors import DeadlineError, InvalidRequestError, NoWorkerError, RejectedError
+from disagg.errors import ConfigError, DeadlineError, InvalidRequestError, NoWorkerError, RejectedError
 from disagg.types import FinishReason, Phase, Role
 from tests.builders import cluster, with_sampling
 
@@ -47,7 +47,9 @@ async def test_first_token_does_not_wait_for_the_kv() -> None:
 
 @pytest.mark.parametrize("carrier", CARRIERS)
 async def test_boxes_smaller_than_two_requests_deadlock_nothing(carrier: str) -> None:
-    async with cluster(prefill=2, decode=2, carrier=carrier, box_bytes=48 << 10) as c:  # a request of 512 tokens has 32 KiB
+    async with cluster(
+        prefill=2, decode=2, carrier=carrier, box_bytes=48 << 10, max_model_len=520
+    ) as c:  # a request of 512 tokens has 32 KiB
         answers = await asyncio.gather(*(c.ask_right(c.request(480 + i % 32, 5)) for i in range(50)))
         assert {a.run.attempts for a in answers} == {1}
 
@@ -137,10 +139,17 @@ async def test_request_that_fits_no_worker_is_refused_by_name() -> None:
             await c.ask(c.request(1000, 25))
         assert refusal.value.field == "max_tokens"
         await c.ask_right(c.request(1000, 24))
-    async with cluster(box_bytes=16 << 10) as c:
-        with pytest.raises(InvalidRequestError, match="outbox_gib"):
-            await c.ask(c.request(300, 2))
-        await c.ask_right(c.request(100, 2))
+
+
+async def test_a_box_that_cannot_hold_the_longest_prompt_is_refused_at_the_start() -> None:
+    needed = 1008 * 64  # the KV of 999 tokens, in whole blocks of 16
+    message = rf"kv.outbox_gib: .* longest prompt, 999 tokens and {needed} bytes; give at least 0\.0001"
+    with pytest.raises(ConfigError, match=message) as refusal:
+        async with cluster(box_bytes=needed - 1, max_model_len=1000):
+            pass
+    assert refusal.value.key == "kv.outbox_gib"
+    async with cluster(box_bytes=64 << 10, max_model_len=1000) as c:
+        await c.ask_right(c.request(999, 1))
 
 
 async def test_what_the_engine_refuses_is_not_tried_again() -> None:
