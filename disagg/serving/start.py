@@ -40,7 +40,7 @@ async def start_worker(
     epoch = new_id()
     async with contextlib.AsyncExitStack() as undo:
         moves_kv = role is not Role.COLOCATED
-        outbox_bytes, inbox_bytes = _box_bytes(topology, workers_on_host) if moves_kv else (UNUSED_BOX_BYTES, UNUSED_BOX_BYTES)
+        outbox_bytes, inbox_bytes = box_bytes(topology, workers_on_host) if moves_kv else (UNUSED_BOX_BYTES, UNUSED_BOX_BYTES)
         outbox_box = Box(outbox_bytes, f"{name}-outbox")
         undo.callback(outbox_box.close)
         inbox_box = Box(inbox_bytes, f"{name}-inbox")
@@ -63,7 +63,7 @@ async def start_worker(
     return server
 
 
-def _box_bytes(topology: Topology, workers_on_host: int | None) -> tuple[int, int]:
+def box_bytes(topology: Topology, workers_on_host: int | None) -> tuple[int, int]:
     """(outbox, inbox). Raises ConfigError when this host has no memory for those of all its workers."""
     workers = workers_on_host or sum(pool.count for pool in topology.active_pools().values())
     outbox_bytes, inbox_bytes = topology.kv.box_bytes(default_box_bytes(available_memory_bytes(), workers))

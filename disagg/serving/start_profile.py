@@ -25,7 +25,7 @@ from disagg.kv.layout import hash_tokens
 from disagg.kv.outbox import Outbox
 from disagg.perf.profile import Profile
 from disagg.perf.profile_fit import fit_steps
-from disagg.serving.start import make_carriers
+from disagg.serving.start import box_bytes, make_carriers
 from disagg.types import KvAddress, Mode, ModelInfo, Request, Role, Sampling, Transfer, new_id
 
 _TRANSFER_TRIES = 3
@@ -38,9 +38,10 @@ async def profile_worker(topology: Topology, model: str | None, cores: Sequence[
     """
     measured = topology.with_mode(Mode.COLOCATED)
     async with contextlib.AsyncExitStack() as undo:
-        outbox_box = Box(topology.kv.outbox_bytes, "profile-outbox")
+        outbox_bytes, inbox_bytes = box_bytes(topology, workers_on_host=1)
+        outbox_box = Box(outbox_bytes, "profile-outbox")
         undo.callback(outbox_box.close)
-        inbox_box = Box(topology.kv.inbox_bytes, "profile-inbox")
+        inbox_box = Box(inbox_bytes, "profile-inbox")
         undo.callback(inbox_box.close)
         say("the engine starts")
         engine = await start_engine(measured, Role.COLOCATED, "profile", model, outbox_box, inbox_box, cores)
