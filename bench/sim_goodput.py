@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from disagg.config import Topology, parse_topology
+from disagg.perf.hardware import find_device
+from disagg.perf.roofline import PrefillChunk, StepModel
+from disagg.perf.shapes import find_shape
 from disagg.sim.cluster import Simulation
 from disagg.sim.goodput import Goodput, find_goodput
 from disagg.sim.outcome import SimReport
@@ -54,13 +57,14 @@ CASES = {
 
 def topology_of(arm: str, slo_class: str | dict[str, Any], extra: dict[str, Any]) -> Topology:
     """`colocated-CHUNK`, `P:D`, or `adaptive-P:D/CHUNK` (the chunk of all its workers)."""
-    mode, prefill, chunks = "disagg", WORKERS // 2, (8192, 2048, 512)
+    mode, prefill, chunks, mixed = "disagg", WORKERS // 2, (8192, 2048, 512), {}
     if arm.startswith("colocated"):
         mode, chunks = "colocated", (512, 512, int(arm.partition("-")[2]))
     elif arm.startswith("adaptive"):
         mode = "adaptive"
-        ratio, _, chunk = arm.partition("-")[2].partition("/")
-        prefill, chunks = int(ratio.split(":")[0]), (int(chunk), int(chunk), int(chunk))
+        ratio, chunk, mixed_chunk = [*arm.partition("-")[2].split("/"), "8192", "auto"][:3]
+        prefill, chunks = int(ratio.split(":")[0]), (int(chunk.split("-")[0]), int(chunk.split("-")[-1]), 512)
+        mixed = {"mixed_step_tokens": mixed_tokens(slo_class) if mixed_chunk == "auto" else int(mixed_chunk)}
     else:
         prefill = int(arm.split(":")[0])
     prefill_chunk, decode_chunk, colocated_chunk = chunks
@@ -73,8 +77,8 @@ def topology_of(arm: str, slo_class: str | dict[str, Any], extra: dict[str, Any]
                 "simulated": {"shape": "llama-3.1-70b", "gpu": "h100", "tp": 4, "max_model_len": CONTEXT, "kv_bytes_per_token": 64},
             },
             "pools": {
-                "prefill": {"count": prefill, "simulated": {"max_num_batched_tokens": prefill_chunk}},
-                "decode": {"count": WORKERS - prefill, "simulated": {"max_num_batched_tokens": decode_chunk}},
+                "prefill": {"count": prefill, "simulated": {"max_num_batched_tokens": prefill_chunk, **mixed}},
+                "decode": {"count": WORKERS - prefill, "simulated": {"max_num_batched_tokens": decode_chunk, **mixed}},
                 "colocated": {"count": WORKERS, "simulated": {"max_num_batched_tokens": colocated_chunk}},
             },
             # Boxes of 2 M tokens: as much KV as the workers hold.
@@ -84,6 +88,16 @@ def topology_of(arm: str, slo_class: str | dict[str, Any], extra: dict[str, Any]
         },
         overrides=extra,
     )
+
+
+def mixed_tokens(slo_class: str | dict[str, Any]) -> int:
+    """Tokens of a mixed step that takes 0.9 of the class's TPOT beside 16 decodes of 2,048 tokens, in units of 32."""
+    (given,) = parse_topology(
+        {"model": "m", "pools": {"prefill": {"count": 1}, "decode": {"count": 1}}, "slo_classes": [slo_class]}
+    ).slo_classes
+    model = StepModel(find_shape("llama-3.1-70b"), find_device("h100"), 4)
+    limit_s = 0.9 * (given.tpot_s or 0.1)
+    return max(64, max((n for n in range(64, 8192, 32) if model.step_s([PrefillChunk(n)], 16, 16 * 2048) <= limit_s), default=64))
 
 
 def run(trace: Trace, topology: Topology, factor: float, requests: int) -> SimReport:

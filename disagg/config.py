@@ -38,6 +38,7 @@ class SimulatedSettings(_Strict):
     `kv_bytes_per_token`: real bytes that stand for one token's KV in boxes and on the wire; a multiple of `tp`.
     `profile`: a file of `disagg profile`, whose step times and cache size then count instead of the roofline's; by default the engine's.
     `long_prefill_tokens`: tokens of a step that one long prompt takes at most (vLLM's long_prefill_token_threshold; 0: all of it).
+    `mixed_step_tokens`: tokens of a step in which somebody decodes, at most, where `max_num_batched_tokens` holds for the others.
     `eos_mean_tokens`: the end-of-sequence token comes up once in so many tokens. `enable_prefix_caching`: blocks of prompts stay until
     their room is needed, as in vLLM.
     """
@@ -51,6 +52,7 @@ class SimulatedSettings(_Strict):
     kv_bytes_per_token: PositiveInt = 64
     block_tokens: PositiveInt = 16
     max_num_batched_tokens: PositiveInt = 2048
+    mixed_step_tokens: PositiveInt | None = None  # None: no other limit
     max_num_seqs: PositiveInt = 256
     long_prefill_tokens: Annotated[int, Field(ge=0)] = 0
     profile: str | None = None

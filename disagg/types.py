@@ -302,13 +302,29 @@ class KvCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheChange:
+    """What one engine step changed in the engine's prefix cache, as identities of blocks (disagg/prefix.py).
+
+    `number` counts an engine's changes. `stored` came, then `removed` went; with `is_cleared` everything that was there before went first.
+    """
+
+    number: int
+    stored: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
+    is_cleared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class EngineState:
     """A cheap snapshot of one worker, in tokens and seconds; it is what the pool's view is made of.
 
     `step_s`: smoothed duration of the latest engine steps (0 when idle since the start).
     `outbox_free_bytes`/`inbox_free_bytes`: room for new transfers. `preemptions`: count since the start.
-    `max_step_tokens`: tokens that one step computes at most, and `max_running_requests`: requests in it at most (0: not known).
-    `steps`: the latest steps, oldest first; over the wire only those that the gateway has not seen. `kv`: counted by the worker.
+    `max_step_tokens`: tokens that one step computes at most, `mixed_step_tokens`: the same for a step in which somebody decodes (0: no
+    other limit), and `max_running_requests`: requests in it at most (0: not known).
+    `steps`: the latest steps, oldest first; over the wire only those that the gateway has not seen. So are `cache_changes`, the latest ones
+    of the prefix cache, which counts in blocks of `cache_block_tokens` (0: it does not tell). `kv`: counted by
+    the worker.
     """
 
     epoch: str
@@ -325,8 +341,11 @@ class EngineState:
     preemptions: int = 0
     max_step_tokens: int = 0
     max_running_requests: int = 0
+    mixed_step_tokens: int = 0
     steps: tuple[StepRecord, ...] = ()
     kv: KvCounters = KvCounters()
+    cache_block_tokens: int = 0
+    cache_changes: tuple[CacheChange, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

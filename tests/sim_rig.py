@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from disagg.config import Topology, parse_topology
@@ -72,7 +72,9 @@ class EagerDispatcher:
         assert 0 <= state.free_kv_tokens <= state.total_kv_tokens
         assert 0 <= state.outbox_free_bytes <= state.outbox_total_bytes
 
-    def submit(self, request: Request, now_s: float) -> int:
+    def submit(
+        self, request: Request, now_s: float, avoid: Collection[str] = (), attempt: int = 0, prefix: Sequence[int] | None = None
+    ) -> int:
         key = next(self._keys)
         self._waiting[key] = request
         return key

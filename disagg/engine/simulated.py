@@ -142,6 +142,7 @@ class SimulatedEngine:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
             long_prefill_tokens=settings.long_prefill_tokens,
+            mixed_step_tokens=settings.mixed_step_tokens,
             num_blocks=kv_cache_tokens(settings) // settings.block_tokens,
             block_tokens=settings.block_tokens,
             prefixes=PrefixCache(unit_blocks=1) if settings.enable_prefix_caching else None,
@@ -208,7 +209,10 @@ class SimulatedEngine:
             preemptions=scheduler.preemptions,
             max_step_tokens=self.settings.max_num_batched_tokens,
             max_running_requests=self.settings.max_num_seqs,
+            mixed_step_tokens=scheduler.mixed_step_tokens,
             steps=tuple(self._records),
+            cache_block_tokens=self.settings.block_tokens if scheduler.prefixes is not None else 0,
+            cache_changes=tuple(scheduler.prefixes.changes) if scheduler.prefixes is not None else (),
         )
 
     async def close(self) -> None:
@@ -293,6 +297,8 @@ class SimulatedEngine:
                 due = max(due, began - _MAX_LAG_S) + duration_s
                 await asyncio.sleep(max(0.0, due - clock()))
                 self._publish(results)
+                if self._scheduler.prefixes is not None:
+                    self._scheduler.prefixes.note_changes()
                 self.num_steps += 1
                 took_s = clock() - began
                 self._records.append(replace(record, seconds=took_s))

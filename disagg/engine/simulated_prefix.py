@@ -8,17 +8,29 @@ exactly the units up to their first unlike identity, so an identity stands for e
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+
+from disagg.types import CacheChange
+
+KEPT_CHANGES = 256  # the latest, for the router; a report comes more often than so many steps
 
 
 class PrefixCache:
-    """Owner of the cached units. `unit_blocks`: blocks of one unit. `stored` and `evicted` count units since the start."""
+    """Owner of the cached units. `unit_blocks`: blocks of one unit. `stored` and `evicted` count units since the start.
+
+    `changes`: the latest, as of the last `note_changes`.
+    """
 
     def __init__(self, unit_blocks: int) -> None:
         assert unit_blocks >= 1
         self.unit_blocks = unit_blocks
         self.stored = 0
         self.evicted = 0
+        self.changes: deque[CacheChange] = deque(maxlen=KEPT_CHANGES)
+        self.num_changes = 0
+        self._came: list[int] = []
+        self._went: list[int] = []
         self._refs: dict[int, int] = {}
         self._evictable: dict[int, None] = {}  # least recently used first
 
@@ -63,6 +75,7 @@ class PrefixCache:
             return False
         self._refs[identity] = 1
         self.stored += 1
+        self._came.append(identity)
         return True
 
     def release(self, identities: Sequence[int]) -> int:
@@ -85,6 +98,16 @@ class PrefixCache:
             del self._evictable[identity]
             del self._refs[identity]
             self.evicted += 1
+            self._went.append(identity)
+
+    def note_changes(self) -> None:
+        """A step is over: what it changed is one entry of `changes`. What came and went within it is left out."""
+        if self._came or self._went:
+            self.num_changes += 1
+            stored = tuple([i for i in dict.fromkeys(self._came) if i in self._refs])
+            removed = tuple([i for i in dict.fromkeys(self._went) if i not in self._refs])
+            self.changes.append(CacheChange(self.num_changes, stored, removed))
+            self._came, self._went = [], []
 
     def assert_unheld(self) -> None:
         """No sequence holds a unit."""

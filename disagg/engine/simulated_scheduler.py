@@ -59,8 +59,11 @@ class Scheduler:
         block_tokens: int,
         prefixes: PrefixCache | None = None,
         long_prefill_tokens: int = 0,
+        mixed_step_tokens: int | None = None,
     ) -> None:
+        """`mixed_step_tokens`: tokens of a step in which somebody decodes, at most; every decode gets its token in any case."""
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.mixed_step_tokens = min(mixed_step_tokens or max_num_batched_tokens, max_num_batched_tokens)
         self.max_num_seqs = max_num_seqs
         self._most_of_one = long_prefill_tokens or max_num_batched_tokens
         self.num_blocks = num_blocks
@@ -70,6 +73,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.coming = 0  # contexts that are on their way here from elsewhere, to decode
 
     @property
     def has_work(self) -> bool:
@@ -95,7 +99,7 @@ class Scheduler:
 
     def schedule(self) -> list[Scheduled]:
         """The next step, in order; the caller adds each `num_tokens` to its `num_computed`. Not empty while there is work."""
-        budget = self.max_num_batched_tokens
+        budget = self._budget()
         plan: list[Scheduled] = []
         preempted = False
         index = 0
@@ -130,7 +134,7 @@ class Scheduler:
         for sequence in running:
             if sequence.num_tokens - sequence.num_computed != 1:
                 return 0
-        budget = self.max_num_batched_tokens - len(running)
+        budget = max(0, self.mixed_step_tokens - len(running))
         if self.waiting and budget and len(running) < self.max_num_seqs and self._could_admit(self.waiting[0], budget):
             return 0
         if len(running) * (most // self.block_tokens + 1) <= self.free_blocks or self._blocks_for(most) <= self.free_blocks:
@@ -160,6 +164,13 @@ class Scheduler:
         assert self.free_blocks == self.num_blocks, f"{self.num_blocks - self.free_blocks} blocks leaked"
         if self.prefixes is not None:
             self.prefixes.assert_unheld()
+
+    def _budget(self) -> int:
+        """Tokens of the next step. Beside decodes prompts get fewer, so that a step stays as short as decodes want it."""
+        if self.mixed_step_tokens == self.max_num_batched_tokens:
+            return self.max_num_batched_tokens
+        decodes = self.coming + sum([s.num_tokens - s.num_computed == 1 and s.num_computed > 0 for s in self.running])
+        return min(self.max_num_batched_tokens, max(self.mixed_step_tokens, decodes)) if decodes else self.max_num_batched_tokens
 
     @property
     def _unit_tokens(self) -> int:

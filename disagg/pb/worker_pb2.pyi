@@ -142,7 +142,7 @@ class StepTopLogprob(_message.Message):
     def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class State(_message.Message):
-    __slots__ = ("waiting_requests", "waiting_tokens", "running_requests", "free_kv_tokens", "total_kv_tokens", "step_s", "outbox_free_bytes", "outbox_total_bytes", "inbox_free_bytes", "inbox_total_bytes", "preemptions", "max_step_tokens", "max_running_requests", "steps", "kv")
+    __slots__ = ("waiting_requests", "waiting_tokens", "running_requests", "free_kv_tokens", "total_kv_tokens", "step_s", "outbox_free_bytes", "outbox_total_bytes", "inbox_free_bytes", "inbox_total_bytes", "preemptions", "max_step_tokens", "max_running_requests", "steps", "kv", "mixed_step_tokens", "cache_block_tokens", "cache_changes")
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,9 @@ class State(_message.Message):
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
+    MIXED_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_CHANGES_FIELD_NUMBER: _ClassVar[int]
     waiting_requests: int
     waiting_tokens: int
     running_requests: int
@@ -173,7 +176,10 @@ class State(_message.Message):
     max_running_requests: int
     steps: _containers.RepeatedCompositeFieldContainer[StepRecordMessage]
     kv: KvCountersMessage
-    def __init__(self, waiting_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., free_kv_tokens: _Optional[int] = ..., total_kv_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., outbox_free_bytes: _Optional[int] = ..., outbox_total_bytes: _Optional[int] = ..., inbox_free_bytes: _Optional[int] = ..., inbox_total_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepRecordMessage, _Mapping]]] = ..., kv: _Optional[_Union[KvCountersMessage, _Mapping]] = ...) -> None: ...
+    mixed_step_tokens: int
+    cache_block_tokens: int
+    cache_changes: _containers.RepeatedCompositeFieldContainer[CacheChangeMessage]
+    def __init__(self, waiting_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., free_kv_tokens: _Optional[int] = ..., total_kv_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., outbox_free_bytes: _Optional[int] = ..., outbox_total_bytes: _Optional[int] = ..., inbox_free_bytes: _Optional[int] = ..., inbox_total_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepRecordMessage, _Mapping]]] = ..., kv: _Optional[_Union[KvCountersMessage, _Mapping]] = ..., mixed_step_tokens: _Optional[int] = ..., cache_block_tokens: _Optional[int] = ..., cache_changes: _Optional[_Iterable[_Union[CacheChangeMessage, _Mapping]]] = ...) -> None: ...
 
 class KvCountersMessage(_message.Message):
     __slots__ = ("sent_frames", "sent_bytes", "received_frames", "received_bytes", "completed", "failed", "released", "corrupt", "transfer_s", "fenced", "refused", "late", "garbage", "turned_away")
@@ -206,6 +212,18 @@ class KvCountersMessage(_message.Message):
     garbage: int
     turned_away: int
     def __init__(self, sent_frames: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., received_frames: _Optional[int] = ..., received_bytes: _Optional[int] = ..., completed: _Optional[int] = ..., failed: _Optional[int] = ..., released: _Optional[int] = ..., corrupt: _Optional[int] = ..., transfer_s: _Optional[float] = ..., fenced: _Optional[int] = ..., refused: _Optional[int] = ..., late: _Optional[int] = ..., garbage: _Optional[int] = ..., turned_away: _Optional[int] = ...) -> None: ...
+
+class CacheChangeMessage(_message.Message):
+    __slots__ = ("number", "stored", "removed", "is_cleared")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    IS_CLEARED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    stored: _containers.RepeatedScalarFieldContainer[int]
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    is_cleared: bool
+    def __init__(self, number: _Optional[int] = ..., stored: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ..., is_cleared: _Optional[bool] = ...) -> None: ...
 
 class StepRecordMessage(_message.Message):
     __slots__ = ("number", "seconds", "prefill_tokens", "prefill_pairs", "decode_requests", "context_tokens")

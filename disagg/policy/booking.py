@@ -8,6 +8,8 @@ open -> first_token   the prompt's place                       (source)   and th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from disagg.policy.router import Ask, Pair
 from disagg.policy.worker_book import WorkerBook
 from disagg.types import Request
@@ -26,6 +28,7 @@ class Booking:
         self.request = request
         self.source: WorkerBook = pair.first.worker
         self.sink: WorkerBook = pair.second.worker
+        self.prefix: Sequence[int] = ()  # identities of its context's blocks
         self.first_token_s: float | None = None
         self.output_tokens = 0
         holds_kv = ask.moves_kv or pair.is_colocated
@@ -37,7 +40,10 @@ class Booking:
         self._reserved_output = ask.kv_tokens - ask.context_tokens
         self._kv_tokens = ask.kv_tokens if holds_kv else 0
         self._source_kv_tokens = 0 if pair.is_colocated else ask.context_tokens
-        self._box_bytes = ask.box_bytes
+        self._spread_tokens = ask.spread_tokens
+        self.box_bytes = ask.box_bytes
+        self._busy_s = pair.second.busy_s
+        self._arrives_s = now_s + pair.first.wait_s + pair.first.prefill_s + pair.transfer_s - pair.second.busy_s
         self._moves_kv = ask.moves_kv
         self._is_open = self._is_prefilling = True
         self._is_alone = not self.source.prefilling
@@ -61,8 +67,9 @@ class Booking:
         else:
             source.took(self.key, self._tokens, self._prefill_s, now_s)
         if self._in_boxes:
-            a.outbox_bytes += self._box_bytes
-            sink.accounts.inbox_bytes += self._box_bytes
+            a.outbox_bytes += self.box_bytes
+            sink.accounts.inbox_bytes += self.box_bytes
+            sink.coming_at[self.key] = (self._arrives_s, self._target_s, self._spread_tokens)
         sink.accounts.kv_tokens += self._kv_tokens
         sink.accounts.unseen_kv_tokens += self._kv_tokens
         if self._is_coming:
@@ -92,6 +99,7 @@ class Booking:
             self._context_tokens = self.request.num_context_tokens + self.output_tokens
             a.context_tokens += self._context_tokens
             a.output_tokens += self._expected_output
+            a.spread_tokens += self._spread_tokens
             a.groups[self._target_s] = a.groups.get(self._target_s, 0) + 1
             self._is_decoding = True
         self._touch()
@@ -100,8 +108,9 @@ class Booking:
         """The KV has left the outbox, and the inbox as good as: the engine loads it at its next step."""
         if self._in_boxes:
             self._in_boxes = False
-            self.source.accounts.outbox_bytes -= self._box_bytes
-            self.sink.accounts.inbox_bytes -= self._box_bytes
+            self.sink.coming_at.pop(self.key, None)
+            self.source.accounts.outbox_bytes -= self.box_bytes
+            self.sink.accounts.inbox_bytes -= self.box_bytes
 
     def decoding(self, now_s: float) -> float | None:
         """The sink's engine holds the KV. Returns what the hand-over took beyond a decode step; None when none is to be told."""
@@ -111,7 +120,7 @@ class Booking:
         self.sink.accounts.unseen_kv_tokens -= self._kv_tokens
         if self.first_token_s is None or self.source is self.sink:
             return None
-        return max(0.0, now_s - self.first_token_s - self.sink.outline(now_s).step_s)
+        return max(0.0, now_s - self.first_token_s - self.sink.outline(now_s).step_s - self._busy_s)
 
     def progress(self, output_tokens: int, now_s: float) -> bool:
         """Counts the answer's tokens. True when it has become longer than what room was kept for."""
@@ -150,6 +159,7 @@ class Booking:
         if self._is_decoding:
             a.decodes -= 1
             a.output_tokens -= self._expected_output
+            a.spread_tokens -= self._spread_tokens
             a.context_tokens -= self._context_tokens
             a.groups[self._target_s] -= 1
             if not a.groups[self._target_s]:
@@ -166,12 +176,9 @@ class Booking:
         a.prefill_tokens -= self._tokens
         a.kv_tokens -= self._source_kv_tokens
         a.unseen_kv_tokens -= self._source_kv_tokens
-        was_first = next(iter(source.prefilling), None) == self.key
-        source.prefilling.pop(self.key, None)
+        source.gave(self.key, now_s)
         if self._passes:
             source.passing_tokens -= self._tokens
-        if was_first:  # those behind it start now, whatever was predicted
-            source.busy_until_s = now_s + sum(source.prefilling.values())
 
     def _leave_coming(self) -> None:
         if self._is_coming:

@@ -26,12 +26,14 @@ from disagg.policy.booking import Booking
 from disagg.policy.decision import Candidate, DecisionRecord, Decisions, Grant, Refusal, Verdict
 from disagg.policy.outlook import SPARE_BELOW, Outlook, outlook
 from disagg.policy.outputs import OutputLengths
+from disagg.policy.prefix_index import PrefixIndex
 from disagg.policy.router import Ask, Pair, Router, Shortage, candidate
 from disagg.policy.step_cost import GENERIC, StepCost
 from disagg.policy.targets import SOFT_TPOT_S, Targets, slope
 from disagg.policy.view import missing_role
 from disagg.policy.waiting import Waiter, WaitingQueue
 from disagg.policy.worker_book import WorkerBook, pace_s
+from disagg.prefix import block_identities, root_identity
 from disagg.types import EngineState, Mode, ModelInfo, Request, Role, Route
 
 FEED_S = 0.025  # a worker gets its next prompt when it has so much left, at the least: a round trip and the way through the gateway
@@ -42,7 +44,6 @@ MIN_NAP_S = 2e-3
 MAX_NAP_S = 0.1  # a worker that is overdue, or a decode side that is full, is looked at again after so long
 AGED_S = 30.0  # a request that has waited so long gets a turn now and then, whatever its priority
 AGED_TURN = 20  # one grant in so many
-LEARNING_RATE = 0.1
 MIN_TAUGHT_WAIT_S = 0.02
 WAIT_LEARNING_RATE = 0.03
 
@@ -77,6 +78,8 @@ class Dispatcher:
         self._waiting = WaitingQueue()
         self._bookings: dict[int, Booking] = {}
         self._router = Router(mode)
+        self._prefixes = PrefixIndex()
+        self._cache_block_tokens = 0  # of the workers; 0: none of them tells what it caches
         self._keys = itertools.count(1)
         self._grants = 0
         self._fresh: tuple[tuple[int, int, float], Ask, list[Pair] | Shortage] | None = None  # weighed by admission: for which, when, what
@@ -92,6 +95,10 @@ class Dispatcher:
         self.leave(name, now_s)
         self._workers[name] = WorkerBook(name, role, host_id, state, self._priors.get(role, GENERIC), now_s)
         self._workers[name].pass_tokens = self._pass_tokens.get(role, 0)
+        if size := state.cache_block_tokens:
+            self._cache_block_tokens = size
+            self._prefixes.join(name, state.total_kv_tokens // size)
+            self._prefixes.update(name, state.cache_changes)
         self._members_changed()
 
     def leave(self, name: str, now_s: float) -> None:
@@ -99,6 +106,7 @@ class Dispatcher:
         book = self._workers.pop(name, None)
         if book is not None:
             book.is_live = False
+            self._prefixes.leave(name)
             self._members_changed()
 
     def report(self, name: str, state: EngineState, now_s: float) -> None:
@@ -106,6 +114,8 @@ class Dispatcher:
         book = self._workers.get(name)
         if book is not None:
             book.report(state, now_s, self._tpot_s)
+            if state.cache_changes:
+                self._prefixes.update(name, state.cache_changes)
 
     @property
     def workers(self) -> Mapping[str, WorkerBook]:
@@ -114,14 +124,19 @@ class Dispatcher:
 
     # ---- requests
 
-    def submit(self, request: Request, now_s: float, avoid: Collection[str] = (), attempt: int = 0) -> int:
+    def submit(
+        self, request: Request, now_s: float, avoid: Collection[str] = (), attempt: int = 0, prefix: Sequence[int] | None = None
+    ) -> int:
         """Queue a request and return its key. A retry (`attempt` > 0) is never refused for load. `avoid`: workers that failed it.
 
+        `prefix`: identities of its context's full blocks, where they do not follow from its tokens (traces know identities only).
         Raises InvalidRequestError when no live worker could ever hold it.
         """
         check_fits(request, self.mode, self.model, self._sources, self._sinks)
         targets = self._targets.get(request.slo_class) or Targets.none(request.slo_class)
         lengths = self._lengths(request.slo_class)
+        if prefix is None or not self._cache_block_tokens:
+            prefix = self._identities(request)
         waiter = Waiter(
             key=next(self._keys),
             request=request,
@@ -130,10 +145,13 @@ class Dispatcher:
             attempt=attempt,
             avoid=avoid,
             output_tokens=lengths.mean(request),
+            spread_tokens=lengths.spread(request),
             reserve_tokens=lengths.reserve(request),
             work_s=self._typical.prefill_s(request.num_context_tokens, 0, 2048),
             box_bytes=request.num_context_tokens * self.model.kv_bytes_per_token,
+            prefix=prefix,
         )
+        self._look_up(waiter)
         self._waiting.add(waiter)
         return waiter.key
 
@@ -176,8 +194,11 @@ class Dispatcher:
     def first_token(self, key: int, now_s: float, cached_tokens: int = 0) -> None:
         """The prefill is over. `cached_tokens`: what the worker found in its prefix cache."""
         booking = self._bookings.get(key)
-        if booking is not None:
-            booking.first_token(now_s, cached_tokens)
+        if booking is None:
+            return
+        booking.first_token(now_s, cached_tokens)
+        if booking.prefix:
+            self._prefixes.learn(booking.source.name, booking.prefix, cached_tokens // self._cache_block_tokens)
 
     def arrived(self, key: int, now_s: float) -> None:
         """The KV lies whole in the decode side's inbox."""
@@ -192,7 +213,7 @@ class Dispatcher:
             return
         hand_over_s = booking.decoding(now_s)
         if hand_over_s is not None:
-            self._router.hand_over_s += (hand_over_s - self._router.hand_over_s) * LEARNING_RATE
+            self._router.hand_over.learn(booking.box_bytes, hand_over_s)
 
     def progress(self, key: int, output_tokens: int, now_s: float) -> None:
         """So many tokens of the answer have come. An answer longer than expected keeps more room."""
@@ -387,7 +408,8 @@ class Dispatcher:
         reason = describe(pair)
         record = replace(self._record(waiter, now_s, Verdict.GRANTED, reason), candidates=seen)
         route = Route(seen[0].prefill, seen[0].decode, reason)
-        self._bookings[waiter.key] = Booking(waiter.key, waiter.request, pair, ask, now_s)
+        booking = self._bookings[waiter.key] = Booking(waiter.key, waiter.request, pair, ask, now_s)
+        booking.prefix = waiter.prefix
         return Grant(waiter.key, waiter.request, route, seen[0].prediction, record, waiter.admitted or seen[0].prediction)
 
     # ---- small parts
@@ -401,6 +423,22 @@ class Dispatcher:
         books = list(self._workers.values())
         self._sources, self._sinks = self._router.sources(books), self._router.sinks(books)
 
+    def _identities(self, request: Request) -> Sequence[int]:
+        if not self._cache_block_tokens:
+            return ()
+        root = root_identity(request.cache_salt)
+        return block_identities((*request.prompt_token_ids, *request.prior_output), self._cache_block_tokens, root)
+
+    def _look_up(self, waiter: Waiter) -> None:
+        """What the workers hold of its context, and so the work that it will be."""
+        if not waiter.prefix:
+            return
+        size, most = self._cache_block_tokens, waiter.request.num_context_tokens - 1
+        waiter.cached = {name: min(most, blocks * size) for name, blocks in self._prefixes.cached_blocks(waiter.prefix).items()}
+        if waiter.cached:
+            cached = max(waiter.cached.values())
+            waiter.work_s = self._typical.prefill_s(most + 1 - cached, cached, 2048)
+
     def _lengths(self, name: str) -> OutputLengths:
         return self._outputs.setdefault(name, OutputLengths())
 
@@ -409,6 +447,7 @@ class Dispatcher:
         return Ask(
             context_tokens=context,
             output_tokens=waiter.output_tokens,
+            spread_tokens=waiter.spread_tokens,
             kv_tokens=context + waiter.reserve_tokens,
             box_bytes=waiter.box_bytes,
             moves_kv=waiter.request.remaining_tokens > 1,

@@ -55,7 +55,7 @@ def _prompt_rate(w: WorkerBook, o: Outline, typical: StepCost) -> float:
         own_s = o.cost.prefill_s(tokens, 0, tokens)
         return typical.prefill_s(tokens, 0, tokens) / own_s if own_s > 0 else 1.0
     limit_s = SPARE_BELOW * min(w.accounts.groups)
-    step_s, mixed_s = o.step_s, o.cost.prefill_s(chunk, 0, chunk, o.decodes, o.context_tokens)
+    step_s, mixed_s = o.step_s, o.mixed_s
     share = 1.0
     if mixed_s > limit_s:  # the mean step may be as long as the limit: so many of them may carry a chunk
         share = max(0.0, (limit_s - step_s) / (mixed_s - step_s)) if step_s < limit_s else 0.0

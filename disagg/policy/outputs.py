@@ -21,13 +21,14 @@ RESERVE_QUANTILE = 0.8
 class OutputLengths:
     """Answer lengths of one class."""
 
-    __slots__ = ("_counts", "_mean", "_weight")
+    __slots__ = ("_counts", "_mean", "_mean_inverse", "_weight")
 
     def __init__(self) -> None:
         self._counts = [0.0] * NUM_BUCKETS
         self._counts[_bucket(UNKNOWN_TOKENS)] = UNKNOWN_WEIGHT
         self._weight = UNKNOWN_WEIGHT
         self._mean = float(UNKNOWN_TOKENS)
+        self._mean_inverse = 1.0 / UNKNOWN_TOKENS
 
     def learn(self, tokens: int) -> None:
         """An answer ended after `tokens` tokens."""
@@ -36,6 +37,8 @@ class OutputLengths:
         self._counts[_bucket(tokens)] += 1.0
         self._weight = keep * self._weight + 1.0
         self._mean += (tokens - self._mean) / self._weight
+        if tokens > 1:
+            self._mean_inverse += (1.0 / (tokens - 1) - self._mean_inverse) / self._weight
 
     def mean(self, request: Request) -> float:
         """Further tokens that the answer is expected to have, at least 1."""
@@ -43,6 +46,13 @@ class OutputLengths:
         if request.sampling.ignore_eos:
             return max(1, remaining)
         return min(max(1, remaining), max(1.0, self._mean - len(request.prior_output)))
+
+    def spread(self, request: Request) -> float:
+        """Tokens over which a delay of the answer is spread, as its TPOT counts it: the harmonic mean of the further tokens, at least 1."""
+        remaining = max(1, request.remaining_tokens - 1)
+        if request.sampling.ignore_eos:
+            return remaining
+        return min(remaining, max(1.0, 1.0 / self._mean_inverse))
 
     def reserve(self, request: Request, generated: int = 0) -> int:
         """Output tokens to keep room for, `generated` of them there already: few answers run longer."""

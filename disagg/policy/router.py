@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from disagg.policy.decision import Candidate, Prediction
+from disagg.policy.hand_over import HandOver
 from disagg.policy.targets import Targets, regret
 from disagg.policy.worker_book import Outline, WorkerBook
 from disagg.types import Mode, Role
@@ -34,12 +35,13 @@ TIE = 0.004  # costs this near to the least, 0.8 % of a target, are equal, and t
 SHORTLIST = 8  # so many of the least busy, and of the least full, workers are weighed
 BEST_LEGS = 3  # of each kind are paired
 CROSS_HOST_BYTES_PER_S = 1e9
-HAND_OVER_S = 5e-3  # until it is learned
 
 
 @dataclass(slots=True)
 class Ask:
     """What one request asks of its workers. `waited_s`: since its arrival. `output_tokens`: expected; `kv_tokens`: to reserve.
+
+    `spread_tokens`: over so many of them a delay is spread.
 
     `cached`: context tokens by worker that its prefix cache holds. `moves_kv`: there will be a second token. `queue_price`: regret that a
     second of a prefill worker's time costs those who wait behind; `has_followers`: there are such.
@@ -47,6 +49,7 @@ class Ask:
 
     context_tokens: int
     output_tokens: float
+    spread_tokens: float
     kv_tokens: int
     box_bytes: int
     moves_kv: bool
@@ -72,11 +75,12 @@ class FirstLeg:
 
 @dataclass(slots=True, eq=False)
 class SecondLeg:
-    """The answer on one worker, at `tpot_s` per token."""
+    """The answer on one worker, at `tpot_s` per token. `busy_s`: what comes from elsewhere waits so long for a step of prompts to end."""
 
     worker: WorkerBook
     cost: float
     tpot_s: float
+    busy_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +121,8 @@ def weigh_first(w: WorkerBook, ask: Ask, now_s: float, extra_s: float = 0.0) -> 
     else:
         passing = None
     cost = regret((ask.waited_s + wait_s + prefill_s) / ask.targets.ttft_scale_s)
+    if w.coming_at and not o.decodes:
+        cost += _delay_cost(w, o, now_s + wait_s, core_s)
     if o.decodes:
         steps = -(-tokens // o.chunk_tokens)
         cost += _stall_cost(w, o, max(0.0, core_s - steps * o.step_s), steps)
@@ -131,8 +137,8 @@ def weigh_first(w: WorkerBook, ask: Ask, now_s: float, extra_s: float = 0.0) -> 
 
 def _stall_cost(w: WorkerBook, o: Outline, stall_s: float, steps: int) -> float:
     """What a prompt of `steps` steps, `stall_s` longer in all, costs those that decode beside it: slower on the mean, and in lumps."""
-    after_s = o.gap_s + stall_s / w.mean_output_tokens
     mixed_s = o.step_s + stall_s / steps
+    after_s = max(o.gap_s, min(mixed_s, o.gap_s + stall_s / w.mean_spread_tokens))  # no mean is above the longest step
     cost = 0.0
     for target_s, count in w.accounts.groups.items():
         cost += count * (regret(after_s / target_s) - regret(o.gap_s / target_s))
@@ -141,8 +147,20 @@ def _stall_cost(w: WorkerBook, o: Outline, stall_s: float, steps: int) -> float:
     return cost
 
 
-def weigh_second(w: WorkerBook, ask: Ask, now_s: float) -> SecondLeg:
-    """The answer on `w`, beside what is there."""
+def _delay_cost(w: WorkerBook, o: Outline, start_s: float, prompt_s: float) -> float:
+    """What a prompt from `start_s` on costs those whose KV comes while it runs: they wait for the end of its step."""
+    step_s = min(prompt_s, o.whole_step_s)
+    cost = 0.0
+    for at_s, target_s, spread_tokens in w.coming_at.values():
+        into_s = at_s - start_s
+        if 0.0 < into_s < prompt_s:
+            delay_s = step_s - into_s % step_s if step_s > 0 else 0.0
+            cost += regret((o.gap_s + delay_s / spread_tokens) / target_s) - regret(o.gap_s / target_s)
+    return cost
+
+
+def weigh_second(w: WorkerBook, ask: Ask, now_s: float, ready_s: float = 0.0) -> SecondLeg:
+    """The answer on `w`, beside what is there. `ready_s`: from now, until the KV is there when it comes from elsewhere."""
     o = w.outline(now_s)
     tpot_s = w.gap_with_s(now_s, ask.context_tokens + 0.5 * ask.output_tokens)
     cost = regret(tpot_s / ask.targets.tpot_scale_s)
@@ -154,7 +172,8 @@ def weigh_second(w: WorkerBook, ask: Ask, now_s: float) -> SecondLeg:
         cost += ROLE_BIAS
     if w.name in ask.avoid:
         cost += AVOIDED
-    return SecondLeg(w, cost, tpot_s)
+    busy_s = min(max(0.0, w.whole_until_s - now_s - ready_s), o.whole_step_s) if w.prefilling else 0.0
+    return SecondLeg(w, cost, tpot_s, busy_s)
 
 
 def has_outbox_room(w: WorkerBook, ask: Ask) -> bool:
@@ -170,11 +189,11 @@ def has_inbox_room(w: WorkerBook, ask: Ask) -> bool:
 
 
 class Router:
-    """Weighs pairs. `hand_over_s`: learned seconds between the first token and the second, beyond a decode step, on one host."""
+    """Weighs pairs. `hand_over`: what was learned of the KV's way on one host."""
 
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
-        self.hand_over_s = HAND_OVER_S
+        self.hand_over = HandOver()
 
     def pairs(
         self,
@@ -192,7 +211,11 @@ class Router:
         """
         firsts = {w.name: weigh_first(w, ask, now_s, extra_s.get(w.name, 0.0)) for w in _least_busy(sources, now_s, ask, extra_s)}
         with_room = [w for w in sinks if w.has_kv_room(ask.kv_tokens, now_s)] if ask.moves_kv else sinks
-        seconds = {w.name: weigh_second(w, ask, now_s) for w in _least_full(with_room, now_s)}
+        ready_s = 0.0
+        if firsts and ask.moves_kv:
+            soonest = min(firsts.values(), key=_cost)
+            ready_s = soonest.wait_s + soonest.prefill_s + self.hand_over.seconds(ask.box_bytes)
+        seconds = {w.name: weigh_second(w, ask, now_s, ready_s) for w in _least_full(with_room, now_s)}
         found = [] if self.mode is Mode.COLOCATED else self._apart(ask, firsts, seconds)
         if self.mode is not Mode.DISAGG:
             found += self._colocated(ask, firsts, seconds, now_s, extra_s)
@@ -234,13 +257,14 @@ class Router:
     def _pair(self, ask: Ask, first: FirstLeg, second: SecondLeg) -> Pair:
         if not ask.moves_kv:
             return Pair(first, second, first.cost, 0.0)
-        transfer_s = self.hand_over_s
+        transfer_s = self.hand_over.seconds(ask.box_bytes)
         if first.worker.host_id != second.worker.host_id:
             transfer_s += ask.box_bytes / CROSS_HOST_BYTES_PER_S
-        per_token_s = transfer_s / max(1.0, ask.output_tokens - 1)
+        busy_s = second.busy_s
+        per_token_s = (transfer_s + busy_s) / ask.spread_tokens
         target_s = ask.targets.tpot_scale_s
         more = regret((second.tpot_s + per_token_s) / target_s) - regret(second.tpot_s / target_s)
-        return Pair(first, second, first.cost + second.cost + more, transfer_s)
+        return Pair(first, second, first.cost + second.cost + more, transfer_s + busy_s)
 
     def _shortage(self, ask: Ask, sinks: Sequence[WorkerBook], now_s: float) -> str:
         if not any(w.has_kv_room(ask.kv_tokens, now_s) for w in sinks):
@@ -269,7 +293,7 @@ def tpot_s(pair: Pair, ask: Ask) -> float:
     """Predicted seconds per token after the first, the hand-over spread over them. 0 when there is no second token."""
     if not ask.moves_kv:
         return 0.0
-    return pair.second.tpot_s + pair.transfer_s / max(1.0, ask.output_tokens - 1)
+    return pair.second.tpot_s + pair.transfer_s / ask.spread_tokens
 
 
 def _least_busy(workers: Sequence[WorkerBook], now_s: float, ask: Ask, extra_s: Mapping[str, float]) -> Iterable[WorkerBook]:
@@ -301,8 +325,8 @@ def _best(legs: list[LegT]) -> list[LegT]:
     return sorted(legs, key=lambda leg: (leg.cost > limit, leg.cost if leg.cost > limit else leg.worker.last_used_s))[:BEST_LEGS]
 
 
-def _cost(pair: Pair) -> float:
-    return pair.cost
+def _cost(found: Pair | FirstLeg) -> float:
+    return found.cost
 
 
 def _fair(pairs: Sequence[Pair]) -> Pair:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from disagg.policy.decision import Prediction
@@ -21,8 +21,8 @@ Place = tuple[bool, int, float, int]  # best effort, priority negated, deadline,
 
 @dataclass(slots=True)
 class Waiter:
-    """One request in the queue. `work_s`: seconds of prefill on a typical worker. `is_checked`: admission has
-    looked at it, and `admitted` is what it predicted then."""
+    """One request in the queue. `work_s`: seconds of prefill on a typical worker. `prefix`: identities of its context's blocks, and
+    `cached` the tokens of it that workers hold. `is_checked`: admission has looked at it, and `admitted` is what it predicted then."""
 
     key: int
     request: Request
@@ -31,9 +31,11 @@ class Waiter:
     attempt: int
     avoid: Collection[str]
     output_tokens: float
+    spread_tokens: float
     reserve_tokens: int
     work_s: float
     box_bytes: int
+    prefix: Sequence[int] = ()
     cached: dict[str, int] = field(default_factory=dict)
     is_best_effort: bool = False
     is_checked: bool = False

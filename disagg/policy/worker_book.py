@@ -38,6 +38,7 @@ class Accounts:
     decodes: int = 0
     context_tokens: float = 0.0
     output_tokens: float = 0.0
+    spread_tokens: float = 0.0
     kv_tokens: int = 0
     unseen_kv_tokens: int = 0
     outbox_bytes: int = 0
@@ -57,7 +58,9 @@ class Outline:
 
     `decodes`, with contexts of `context_tokens` in all: what decodes there now; `step_s`: a step of those (of an empty worker: of the first
     request to come). `gap_s`: seconds per token once those that are coming are there too, prompts there lately included. `chunk_tokens`:
-    prompt tokens that a step takes beside the decodes. `feed_s`: the work that makes a step worth its weight reads: so much stands ready.
+    prompt tokens that a step takes beside the decodes. `whole_step_s`: a step as full of prompts as it
+    gets while nobody decodes, `mixed_s`: one beside the decodes. `feed_s`: the work that makes a step worth its weight reads: so much
+    stands ready.
     `duty`: share of its time that prompts lately took from decoding, 0 to 0.95; `late_per_s`: steps too long for decoding, per second, each
     counted by how much too long it was.
     """
@@ -69,6 +72,8 @@ class Outline:
     step_s: float
     gap_s: float
     chunk_tokens: int
+    whole_step_s: float
+    mixed_s: float
     feed_s: float
     duty: float
     late_per_s: float
@@ -89,6 +94,8 @@ class WorkerBook:
         self.accounts = Accounts()
         self.prefilling: dict[int, float] = {}  # predicted seconds of the prompts given and not answered yet, by key, in order
         self.busy_until_s = now_s
+        self.whole_until_s = now_s  # its steps are as full of prompts as they get until then; who comes to decode waits for their end
+        self.coming_at: dict[int, tuple[float, float, float]] = {}  # KV from elsewhere: when it is here, TPOT target, spread
         self.pass_tokens = 0  # of each step that a long prompt leaves to others (0: it takes all)
         self.passing_tokens = 0  # of short prompts that pass a long one now
         self._long_step_s = 0.0  # of the last prompt of several steps
@@ -152,8 +159,11 @@ class WorkerBook:
         gap_s = cost.step_s(0, 0, decodes + a.coming, context + a.coming_tokens) if a.coming and decodes + a.coming > 1 else step_s
         since_s = max(0.0, now_s - self._learned_s)
         duty = self._duty * math.exp(-since_s / DUTY_S)
-        limit = self.state.max_step_tokens or UNKNOWN_STEP_TOKENS
+        most = limit = self.state.max_step_tokens or UNKNOWN_STEP_TOKENS
+        if (decodes or a.coming) and self.state.mixed_step_tokens:
+            limit = min(limit, self.state.mixed_step_tokens)
         chunk = max(min(limit - self.pass_tokens, limit - decodes), limit // 4, 1)
+        mixed_s = cost.prefill_s(chunk, 0, chunk, decodes, context)
         worth = min(chunk, 2 * cost.ridge_tokens)
         return Outline(
             at_s=now_s,
@@ -161,8 +171,10 @@ class WorkerBook:
             decodes=decodes,
             context_tokens=context,
             step_s=step_s,
-            gap_s=max(gap_s / (1.0 - duty), self._silence_s(now_s, step_s)),
+            mixed_s=mixed_s,
+            gap_s=max(gap_s, min(mixed_s, gap_s / (1.0 - duty)), self._silence_s(now_s, step_s)),
             chunk_tokens=chunk,
+            whole_step_s=cost.step_s(most, most * most / 2, 0, 0),
             feed_s=cost.step_s(worth, 0, decodes, context) if worth else 0.0,
             duty=duty,
             late_per_s=self._late_per_s * math.exp(-since_s / LATE_S),
@@ -184,6 +196,12 @@ class WorkerBook:
         return silent_s if silent_s > max(STUCK_MIN_S, STUCK_STEPS * step_s) else 0.0
 
     @property
+    def mean_spread_tokens(self) -> float:
+        """Tokens over which a delay is spread, of the answers that decode here, at least 1."""
+        a = self.accounts
+        return max(1.0, a.spread_tokens / a.decodes) if a.decodes else 64.0
+
+    @property
     def mean_output_tokens(self) -> float:
         """Mean length of the answers that decode here, at least 1."""
         a = self.accounts
@@ -196,7 +214,7 @@ class WorkerBook:
         if not others:
             return o.gap_s
         step_s = o.cost.step_s(0, 0, others + 1, o.context_tokens + a.coming_tokens + context_tokens)
-        return max(step_s / (1.0 - o.duty), o.gap_s)
+        return max(step_s, min(o.mixed_s, step_s / (1.0 - o.duty)), o.gap_s)
 
     def wait_s(self, now_s: float) -> float:
         """Until a further prompt would start here.
@@ -244,6 +262,7 @@ class WorkerBook:
         """A prompt of `tokens` tokens to compute, expected to add `seconds`, stands behind those that are here."""
         shared = min(tokens, self._shared_room())
         rest = tokens - shared
+        is_whole = not (self.accounts.decodes or self.accounts.coming) and (not self.prefilling or self.whole_until_s > now_s)
         if rest:
             chunk = self.outline(now_s).chunk_tokens
             self.tail_steps = -(-rest // chunk)
@@ -253,6 +272,17 @@ class WorkerBook:
             self.tail_room -= shared
         self.prefilling[key] = seconds
         self.busy_until_s = max(now_s, self.busy_until_s) + seconds
+        if is_whole:
+            self.whole_until_s = self.busy_until_s
+
+    def gave(self, key: int, now_s: float) -> None:
+        """A prompt is through, or gone. Those behind the first one start now, whatever was predicted."""
+        was_first = next(iter(self.prefilling), None) == key
+        self.prefilling.pop(key, None)
+        if was_first:
+            self.busy_until_s = now_s + sum(self.prefilling.values())
+            is_whole = self.prefilling and not (self.accounts.decodes or self.accounts.coming)
+            self.whole_until_s = self.busy_until_s if is_whole else now_s
 
     def _shared_room(self) -> int:
         """Prompt tokens that fit into the last step of the prompts that are here; none when that step has begun."""

@@ -46,6 +46,7 @@ class Attachment:
         self._state_sent_s = 0.0
         self._is_poked = False
         self._last_step = -1  # number of the latest engine step that this gateway was told of
+        self._last_change = -1  # and of the latest change of the prefix cache
 
     def perform(self, command: pb.Command) -> None:
         """Begin what the gateway wants. Never raises: what goes wrong is told under the command's key."""
@@ -132,9 +133,11 @@ class Attachment:
         return due_s - time.monotonic()
 
     def _state(self) -> pb.State:
-        """The worker's state with the steps since the last one."""
+        """The worker's state, with the steps and the changes of the prefix cache since the last one."""
         state = self._worker.state()
-        message = wire.state_to_wire(state, self._last_step)
+        message = wire.state_to_wire(state, self._last_step, self._last_change)
+        if state.cache_changes:
+            self._last_change = state.cache_changes[-1].number
         if state.steps:
             self._last_step = state.steps[-1].number
         return message

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from disagg.pb import worker_pb2 as pb
 from disagg.types import (
+    CacheChange,
     Chunk,
     EngineState,
     FinishReason,
@@ -227,16 +228,23 @@ _STATE_FIELDS = (
     "preemptions",
     "max_step_tokens",
     "max_running_requests",
+    "mixed_step_tokens",
+    "cache_block_tokens",
 )
 _KV_FIELDS = tuple([f.name for f in fields(KvCounters)])
 _STEP_FIELDS = ("number", "seconds", "prefill_tokens", "prefill_pairs", "decode_requests", "context_tokens")
 
 
-def state_to_wire(state: EngineState, after_step: int = -1) -> pb.State:
-    """With the steps numbered above `after_step`. The epoch travels once, in the hello."""
+def state_to_wire(state: EngineState, after_step: int = -1, after_change: int = -1) -> pb.State:
+    """With the steps and the changes of the prefix cache numbered above these. The epoch travels once, in the hello."""
     steps = [pb.StepRecordMessage(**{name: getattr(s, name) for name in _STEP_FIELDS}) for s in state.steps if s.number > after_step]
     kv = pb.KvCountersMessage(**{name: getattr(state.kv, name) for name in _KV_FIELDS})
-    return pb.State(steps=steps, kv=kv, **{name: getattr(state, name) for name in _STATE_FIELDS})
+    changes = [
+        pb.CacheChangeMessage(number=c.number, stored=c.stored, removed=c.removed, is_cleared=c.is_cleared)
+        for c in state.cache_changes
+        if c.number > after_change
+    ]
+    return pb.State(steps=steps, kv=kv, cache_changes=changes, **{name: getattr(state, name) for name in _STATE_FIELDS})
 
 
 def state_from_wire(m: pb.State, epoch: str) -> EngineState:
@@ -244,4 +252,5 @@ def state_from_wire(m: pb.State, epoch: str) -> EngineState:
         [StepRecord(s.number, s.seconds, s.prefill_tokens, s.prefill_pairs, s.decode_requests, s.context_tokens) for s in m.steps]
     )
     kv = KvCounters(**{name: getattr(m.kv, name) for name in _KV_FIELDS})
-    return EngineState(epoch=epoch, steps=steps, kv=kv, **{name: getattr(m, name) for name in _STATE_FIELDS})
+    changes = tuple([CacheChange(c.number, tuple(c.stored), tuple(c.removed), c.is_cleared) for c in m.cache_changes])
+    return EngineState(epoch=epoch, steps=steps, kv=kv, cache_changes=changes, **{name: getattr(m, name) for name in _STATE_FIELDS})

@@ -149,7 +149,7 @@ class Simulation:
         self._note("received", outcome)
         request = self._request(outcome, self._classes[outcome.slo_class])
         try:
-            key = self._dispatcher.submit(request, now_s)
+            key = self._dispatcher.submit(request, now_s, prefix=self._prefix(outcome.request))
         except InvalidRequestError as error:
             self._finish(outcome, "rejected", "InvalidRequestError", error.message)
             return

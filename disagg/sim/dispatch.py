@@ -5,6 +5,7 @@ The only file here that knows how it is made; the cluster drives it as the live 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from disagg.config import Topology
@@ -21,7 +22,9 @@ class SimDispatcher(Protocol):
 
     def report(self, name: str, state: EngineState, now_s: float) -> None: ...
 
-    def submit(self, request: Request, now_s: float) -> int: ...
+    def submit(
+        self, request: Request, now_s: float, avoid: Collection[str] = (), attempt: int = 0, prefix: Sequence[int] | None = None
+    ) -> int: ...
 
     def withdraw(self, key: int) -> None: ...
 

@@ -26,7 +26,7 @@ from disagg.engine.simulated_settings import kv_cache_tokens
 from disagg.engine.simulated_timing import plan_seconds, step_model
 from disagg.errors import ConfigError
 from disagg.sim.agenda import Agenda, Appointment
-from disagg.types import EngineState, StepRecord
+from disagg.types import CacheChange, EngineState, StepRecord
 
 _KEPT_RECORDS = 64
 _RECORDS_OF_RUN = 4
@@ -127,6 +127,7 @@ class SimEngine:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
             long_prefill_tokens=settings.long_prefill_tokens,
+            mixed_step_tokens=settings.mixed_step_tokens,
             num_blocks=kv_cache_tokens(settings) // settings.block_tokens,
             block_tokens=settings.block_tokens,
             prefixes=self.prefixes,
@@ -169,8 +170,8 @@ class SimEngine:
         """Nothing is computed, nobody waits."""
         return not self._is_stepping
 
-    def state(self, epoch: str = "", told_steps: int = 0, **boxes: int) -> EngineState:
-        """What the live engine would report now: its steps after number `told_steps`, and what its worker says of its `boxes`."""
+    def state(self, epoch: str = "", told_steps: int = 0, told_changes: int = 0, **boxes: int) -> EngineState:
+        """What the live engine would report now, of steps and cache changes those after the numbers told, and of its worker's `boxes`."""
         scheduler = self.scheduler
         queued = sum(max(0, s.num_tokens - s.num_ready) for s in scheduler.waiting)
         running = 0  # in a run nobody's prompt is under way
@@ -188,9 +189,17 @@ class SimEngine:
             preemptions=scheduler.preemptions,
             max_step_tokens=scheduler.max_num_batched_tokens,
             max_running_requests=scheduler.max_num_seqs,
+            mixed_step_tokens=scheduler.mixed_step_tokens,
             steps=tuple([s for s in self.recent if s.number > told_steps]) if self.num_steps > told_steps else (),
+            cache_block_tokens=self.prefixes.unit_blocks * scheduler.block_tokens if self.prefixes is not None else 0,
+            cache_changes=self._changes(told_changes),
             **boxes,  # type: ignore[arg-type]  # the four sizes, which are numbers
         )
+
+    def _changes(self, told: int) -> tuple[CacheChange, ...]:
+        if self.prefixes is None or self.prefixes.num_changes <= told:
+            return ()
+        return tuple([c for c in self.prefixes.changes if c.number > told])
 
     def produced(self, leg: Leg) -> int:
         """Tokens that `leg` has brought so far."""
@@ -253,6 +262,8 @@ class SimEngine:
             self.step_end_s.append(self._agenda.now_s)
         self._count(1, seconds)
         self._record(plan, seconds)
+        if self.prefixes is not None:
+            self.prefixes.note_changes()
         sampled = []
         for item in plan:
             leg = item.sequence
@@ -347,6 +358,8 @@ class SimEngine:
             self._count(steps, run.end_s(steps) - run.start_s)
             self._record_run(run, steps)
             self.scheduler.advance(steps)
+            if self.prefixes is not None:
+                self.prefixes.note_changes()
             for leg in self.scheduler.running:
                 assert isinstance(leg, Leg)
                 leg.count_steps(index, steps)

@@ -82,6 +82,7 @@ class SimWorker:
         self.reported_s = 0.0
         self.is_due = False
         self._told_steps = 0
+        self._told_changes = 0
         self._was_idle = False
 
     @property
@@ -92,10 +93,14 @@ class SimWorker:
     def report(self) -> EngineState:
         """What the live worker would report now; of its steps those that the gateway has not heard of."""
         told, self._told_steps = self._told_steps, self.engine.num_steps
+        told_changes = self._told_changes
+        if self.engine.prefixes is not None:
+            self._told_changes = self.engine.prefixes.num_changes
         self._was_idle = self.engine.is_idle
         return self.engine.state(
             self.name,
             told,
+            told_changes,
             outbox_free_bytes=self.outbox.free_bytes,
             outbox_total_bytes=self.outbox.total_bytes,
             inbox_free_bytes=self.inbox.free_bytes,

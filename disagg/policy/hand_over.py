@@ -1,0 +1,41 @@
+"""How long the hand-over of a prompt's KV takes, learned from those that were. Pure.
+
+It is what lies between the first token and the second, beyond a decode step and what the decode side was seen to be busy with:
+
+    seconds = fixed + per byte x bytes        least squares with forgetting, neither part negative
+"""
+
+from __future__ import annotations
+
+FIXED_S = 5e-3  # until it is learned
+FORGET = 1.0 / 200
+PRIOR_WEIGHT = 2.0  # of FIXED_S, in hand-overs
+
+
+class HandOver:
+    """What was learned so far."""
+
+    __slots__ = ("_n", "_x", "_xx", "_xy", "_y", "fixed_s", "per_byte_s")
+
+    def __init__(self) -> None:
+        self.fixed_s = FIXED_S
+        self.per_byte_s = 0.0
+        self._n, self._y = PRIOR_WEIGHT, PRIOR_WEIGHT * FIXED_S
+        self._x = self._xx = self._xy = 0.0
+
+    def seconds(self, num_bytes: float) -> float:
+        """Expected of a transfer of `num_bytes`."""
+        return self.fixed_s + self.per_byte_s * num_bytes
+
+    def learn(self, num_bytes: float, seconds: float) -> None:
+        """One hand-over took so long."""
+        keep, x, y = 1.0 - FORGET, float(num_bytes), min(seconds, 4 * self.seconds(num_bytes) + 0.02)  # a hiccup teaches little
+        self._n = keep * self._n + 1.0
+        self._x = keep * self._x + x
+        self._xx = keep * self._xx + x * x
+        self._xy = keep * self._xy + x * y
+        self._y = keep * self._y + y
+        spread = self._xx - self._x * self._x / self._n
+        slope = (self._xy - self._x * self._y / self._n) / spread if spread > 1e-3 * self._xx > 0 else 0.0
+        self.per_byte_s = max(0.0, slope)
+        self.fixed_s = max(0.0, (self._y - self.per_byte_s * self._x) / self._n)
