@@ -14,6 +14,7 @@
     |  |- TransferFencedError   stale epoch, released, expired or unknown transfer
     |  |- TransferCorruptError  checksum, length or order wrong
     |  `- LayoutMismatchError   the two sides' caches cannot exchange raw blocks
+    |- DiskError                a file cannot be written
     |- EngineError              the engine failed or refused a request that passed the checks
     `- ConfigError              a topology, workload or command-line value is wrong
        |- ModelError            a model is missing, incomplete or unknown
@@ -142,6 +143,10 @@ class EngineError(DisaggError):
     """The engine failed on this request."""
 
     retryable = True
+
+
+class DiskError(DisaggError):
+    """A file cannot be written: the disk is full, or its folder is gone. What was written before stays."""
 
 
 class ConfigError(DisaggError):

@@ -1,21 +1,40 @@
-"""The two arms: which deployments are compared, and bringing them up."""
+"""The arms: which deployments are compared, on equal hardware, and the protocol by which a run gets at them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
-from disagg.config import PoolSettings, Topology, parse_topology
-from disagg.errors import ConfigError
+from disagg.ab.result import SetupReport
+from disagg.config import GIB, Topology, parse_topology
+from disagg.errors import ConfigError, nearest
 from disagg.types import Mode, Role
 
-ARMS = (Mode.DISAGG, Mode.COLOCATED)
+ArmKind = Literal["disagg", "colocated", "adaptive", "external"]
+DEFAULT_ARMS = "disagg,colocated"
+_KINDS = ("colocated", "disagg", "disagg-1p1d", "adaptive", "external=URL", "external-NAME=URL")
+_RATIO = re.compile(r"disagg-(\d+)p(\d+)d")
+_EXTERNAL = re.compile(r"(external(?:-[A-Za-z0-9][A-Za-z0-9_.-]{0,40})?)=(.*)")
+_CHUNK_KEY = "max_num_batched_tokens"
+_ENGINE_BASE_GIB = 1.5  # a vLLM CPU engine with a small model beside its KV: measured 1.3 GiB resident
+_DEFAULT_KV_GIB = 4.0  # what vLLM takes on CPUs when nobody says
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One side of the comparison. `topology` is None for an external arm, which is only a `url`."""
+
+    name: str
+    kind: ArmKind
+    topology: Topology | None = None
+    url: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """An arm that answers at `endpoint` ("host:port"). `life` changes whenever its engines were started anew, and so are cold."""
+    """An arm that answers at `endpoint` ("host:port", or a URL). `life` changes whenever its engines were started anew, and so are cold."""
 
     endpoint: str
     life: int
@@ -24,8 +43,12 @@ class Serving:
 class ArmSource(Protocol):
     """Where the arms come from: Ray, or for tests a process that is up already."""
 
-    async def use(self, arm: Mode) -> Serving:
-        """Make `arm` ready to be measured, bringing it up if need be."""
+    async def use(self, arm: str) -> Serving:
+        """Make `arm` ready to be measured, bringing it up if need be; where workers of it are down, wait until they are back."""
+        ...
+
+    async def lives(self, arm: str) -> Mapping[str, str]:
+        """Worker -> a text that changes when that worker is started anew. Empty where nobody can know."""
         ...
 
     async def close(self) -> None:
@@ -33,26 +56,140 @@ class ArmSource(Protocol):
         ...
 
 
-def arm_topologies(topology: Topology, colocated_chunk: int | None = None) -> dict[Mode, Topology]:
-    """One deployment per arm: as many workers on as many cores and GPUs, the same settings but those of the mode.
+def parse_arms(text: str, topology: Topology) -> tuple[Arm, ...]:
+    """The arms of `--arms`, in its order, each with a topology on the same hardware. Raises ConfigError.
 
-    `colocated_chunk`: tokens per engine step of the colocated arm (its prefill chunk), in place of the topology's. Raises ConfigError
-    when the arms would not get the same hardware.
+    `disagg` is the topology's own ratio where it stands alone in the list of what the workers allow, else one arm per ratio. A name that
+    comes twice gets a number: two equal arms are an A/A test.
     """
+    arms: list[Arm] = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        for arm in _named(item, topology):
+            again = sum(a.name == arm.name or a.name.startswith(f"{arm.name}-again") for a in arms)
+            arms.append(replace(arm, name=f"{arm.name}-again{again if again > 1 else ''}") if again else arm)
+    if len(arms) < 2:
+        raise ConfigError(key="--arms", value=text, expected=f"at least two arms: {', '.join(_KINDS)}")
+    finished = tuple(_on_free_ports(arm) for arm in arms)
+    _check_same_hardware(finished)
+    _check_same_caches(finished)
+    return finished
+
+
+def own_arms(topology: Topology) -> tuple[Arm, ...]:
+    """The default: the topology's own split against colocated serving."""
+    return parse_arms(f"disagg-{_own_ratio(topology)},colocated", topology)
+
+
+def _named(item: str, topology: Topology) -> Iterable[Arm]:
+    if external := _EXTERNAL.fullmatch(item):
+        name, url = external.groups()
+        if not re.match(r"https?://[^/]", url):
+            raise ConfigError(key="--arms", value=item, expected="a URL such as http://127.0.0.1:8000/v1")
+        return [Arm(name, "external", url=url.rstrip("/"))]
+    if item == "colocated":
+        return [Arm("colocated", "colocated", topology.with_mode(Mode.COLOCATED))]
     pools = topology.pools
     if pools.prefill is None or pools.decode is None:
         missing = "prefill" if pools.prefill is None else "decode"
-        raise ConfigError(key=f"pools.{missing}", value=None, expected="a pool: an A/B needs the disaggregated arm as well")
-    arms = {arm: _on_free_ports(topology.with_mode(arm)) for arm in ARMS}
-    if colocated_chunk is not None:
-        arms[Mode.COLOCATED] = _with_chunk(arms[Mode.COLOCATED], colocated_chunk)
-    _check_same_hardware(arms)
-    return arms
+        raise ConfigError(key=f"pools.{missing}", value=None, expected=f"a pool: arm {item} needs it")
+    if item == "adaptive":
+        return [Arm("adaptive", "adaptive", topology.with_mode(Mode.ADAPTIVE))]
+    if item == "disagg":
+        found = ratios(topology)
+        return [_split(topology, p, d, "disagg" if len(found) == 1 else f"disagg-{p}p{d}d") for p, d in found]
+    if ratio := _RATIO.fullmatch(item):
+        p, d = (int(n) for n in ratio.groups())
+        if min(p, d) < 1:
+            raise ConfigError(key="--arms", value=item, expected="at least one prefill and one decode worker")
+        return [_split(topology, p, d, "disagg" if (p, d) == (pools.prefill.count, pools.decode.count) else item)]
+    raise ConfigError(key="--arms", value=item, expected=f"an arm: {nearest(item, _KINDS)}")
 
 
-def can_be_resident(topologies: Mapping[Mode, Topology]) -> bool:
-    """Whether both arms' engines may stay up at once. On CPU cores an idle engine costs memory only; a GPU's memory holds one arm."""
-    return all(pool.gpus == 0 for topology in topologies.values() for pool in topology.active_pools().values())
+def ratios(topology: Topology) -> list[tuple[int, int]]:
+    """Every split of the topology's workers into prefill and decode on the same cores and GPUs."""
+    p, d = topology.pools.prefill, topology.pools.decode
+    assert p is not None
+    assert d is not None
+    if (p.cores, p.gpus) == (d.cores, d.gpus):
+        workers = p.count + d.count
+        return [(prefill, workers - prefill) for prefill in range(1, workers)]
+    return [(p.count, d.count)]  # unlike workers: any other split would have other hardware
+
+
+def _own_ratio(topology: Topology) -> str:
+    p, d = topology.pools.prefill, topology.pools.decode
+    return f"{p.count if p else 1}p{d.count if d else 1}d"
+
+
+def _split(topology: Topology, prefill: int, decode: int, name: str) -> Arm:
+    raw = topology.with_mode(Mode.DISAGG).model_dump()
+    raw["pools"]["prefill"]["count"], raw["pools"]["decode"]["count"] = prefill, decode
+    return Arm(name, "disagg", parse_topology(raw))
+
+
+def with_chunk(arm: Arm, chunk_tokens: int, name: str | None = None) -> Arm:
+    """A colocated arm whose engines take `chunk_tokens` per step. Raises ConfigError."""
+    assert arm.topology is not None
+    if chunk_tokens < 1:
+        raise ConfigError(key="--chunk", value=chunk_tokens, expected="a positive number of tokens")
+    raw = arm.topology.model_dump()
+    pool = arm.topology.active_pools()[Role.COLOCATED].model_dump()
+    section = "simulated" if arm.topology.engine.kind == "simulated" else "args"
+    pool[section] = {**pool[section], _CHUNK_KEY: chunk_tokens}
+    raw["pools"]["colocated"] = pool
+    if name is not None:
+        raw["name"] = _deployment_name(raw["name"], name)
+    return replace(arm, name=name or arm.name, topology=parse_topology(raw))
+
+
+def chunk_tokens(topology: Topology, role: Role) -> int | None:
+    """Tokens per engine step of a pool; None where the engine chooses."""
+    if topology.engine.kind == "simulated":
+        return topology.simulated(role).max_num_batched_tokens
+    value = topology.engine_args(role).get(_CHUNK_KEY)
+    return value if isinstance(value, int) else None
+
+
+def setup_of(arm: Arm) -> SetupReport:
+    """What the arm is, for the report."""
+    if arm.topology is None:
+        return SetupReport(kind=arm.kind, url=arm.url)
+    pools = arm.topology.active_pools()
+    counts = {role.value: pool.count for role, pool in pools.items()}
+    return SetupReport(
+        kind=arm.kind,
+        prefill=counts.get("prefill"),
+        decode=counts.get("decode"),
+        colocated=counts.get("colocated"),
+        cores=sum(pool.count * pool.cores for pool in pools.values()),
+        gpus=sum(pool.count * pool.gpus for pool in pools.values()),
+        chunk_tokens={role.value: size for role in pools if (size := chunk_tokens(arm.topology, role)) is not None},
+        prefix_cache=_prefix_cache(arm.topology),
+    )
+
+
+def deployed(arms: Sequence[Arm]) -> dict[str, Topology]:
+    """The topologies of the arms that are not external, by name."""
+    return {arm.name: arm.topology for arm in arms if arm.topology is not None}
+
+
+def can_be_resident(topologies: Mapping[str, Topology], free_bytes: int | None = None) -> bool:
+    """Whether all arms' engines may stay up at once. On CPU cores an idle engine costs memory only; a GPU's memory holds one arm.
+
+    `free_bytes`: memory that may be used; None: not known, and not asked for.
+    """
+    pools = [(topology, role, pool) for topology in topologies.values() for role, pool in topology.active_pools().items()]
+    if any(pool.gpus for _, _, pool in pools):
+        return False
+    return free_bytes is None or sum(pool.count * _worker_gib(topology, role) for topology, role, pool in pools) * GIB <= free_bytes
+
+
+def _worker_gib(topology: Topology, role: Role) -> float:
+    """A generous guess of one worker's memory."""
+    boxes = topology.kv.outbox_gib + topology.kv.inbox_gib
+    if topology.engine.kind == "simulated":
+        return 0.2 + boxes
+    return _ENGINE_BASE_GIB + boxes + float(topology.engine_env(role).get("VLLM_CPU_KVCACHE_SPACE", _DEFAULT_KV_GIB))
 
 
 def most_workers(topology: Topology) -> int:
@@ -60,7 +197,7 @@ def most_workers(topology: Topology) -> int:
     return max(pool.count for pool in topology.active_pools().values())
 
 
-def known_context(topologies: Mapping[Mode, Topology]) -> int | None:
+def known_context(topologies: Mapping[str, Topology]) -> int | None:
     """The smallest context that the topology itself names, in tokens; None when only the model says."""
     found = []
     for topology in topologies.values():
@@ -72,38 +209,55 @@ def known_context(topologies: Mapping[Mode, Topology]) -> int | None:
     return min(found, default=None)
 
 
-def _on_free_ports(topology: Topology) -> Topology:
-    """Two arms may be up at once, beside a deployment of the same file: their ports must not meet."""
-    raw = topology.model_dump()
+def _on_free_ports(arm: Arm) -> Arm:
+    """Arms may be up at once, beside a deployment of the same file: their ports and names must not meet."""
+    if arm.topology is None:
+        return arm
+    raw = arm.topology.model_dump()
     raw["gateway"]["port"] = 0
     raw["gateway"]["http_port"] = None
     raw["kv"]["port"] = 0
-    raw["name"] = f"{topology.name[:30].rstrip('-')}-{topology.mode}"
-    return parse_topology(raw)
+    raw["name"] = _deployment_name(raw["name"], arm.name)
+    return replace(arm, topology=parse_topology(raw))
 
 
-def _with_chunk(topology: Topology, chunk: int) -> Topology:
-    if chunk < 1:
-        raise ConfigError(key="--colocated-chunk", value=chunk, expected="a positive number of tokens")
-    raw = topology.model_dump()
-    pool = topology.active_pools()[Role.COLOCATED].model_dump()
-    section = "simulated" if topology.engine.kind == "simulated" else "args"
-    pool[section] = {**pool[section], "max_num_batched_tokens": chunk}
-    raw["pools"]["colocated"] = pool
-    return parse_topology(raw)
+def _deployment_name(base: str, arm: str) -> str:
+    return f"{base[:30].rstrip('-')}-{re.sub('[^a-z0-9-]', '-', arm.lower())}"[:60]
 
 
-def _check_same_hardware(topologies: Mapping[Mode, Topology]) -> None:
-    counted: tuple[tuple[str, Callable[[PoolSettings], int]], ...] = (
-        ("count", lambda p: p.count),
-        ("cores", lambda p: p.count * p.cores),
-        ("gpus", lambda p: p.count * p.gpus),
-    )
-    for field, total in counted:
-        disagg, colocated = (sum(total(p) for p in topologies[arm].active_pools().values()) for arm in ARMS)
-        if disagg != colocated:
-            what = {"count": "workers", "cores": "cores in all", "gpus": "GPUs in all"}[field]
-            expected = (
-                f"as many as prefill and decode have together: the disaggregated arm has {disagg} {what}, the colocated one {colocated}"
-            )
-            raise ConfigError(key=f"pools.colocated.{field}", value=colocated, expected=expected)
+def _check_same_hardware(arms: Sequence[Arm]) -> None:
+    own = [(arm, setup_of(arm)) for arm in arms if arm.topology is not None]
+    for field, what in (("workers", "workers"), ("cores", "cores in all"), ("gpus", "GPUs in all")):
+        counted = {arm.name: _count(setup, field) for arm, setup in own}
+        if len(set(counted.values())) <= 1:
+            continue
+        first = next(iter(counted))
+        odd = next(name for name, count in counted.items() if count != counted[first])
+        which = odd if "colocated" not in (first, odd) else "colocated"
+        other = first if which == odd else odd
+        key = f"pools.colocated.{'count' if field == 'workers' else field}" if which == "colocated" else f"--arms {which}"
+        expected = f"as many as the other arms have: arm {other} has {counted[other]} {what}, arm {which} {counted[which]}"
+        raise ConfigError(key=key, value=counted[which], expected=expected)
+
+
+def _count(setup: SetupReport, field: str) -> int:
+    if field == "workers":
+        return sum(n or 0 for n in (setup.prefill, setup.decode, setup.colocated))
+    return int(getattr(setup, field) or 0)
+
+
+def _check_same_caches(arms: Sequence[Arm]) -> None:
+    """Prefix caches are on in all arms or in none: one with and one without measures the cache."""
+    states = {arm.name: _prefix_cache(arm.topology) for arm in arms if arm.topology is not None}
+    if len(set(states.values())) > 1:
+        raise ConfigError(key="enable_prefix_caching", value=states, expected="the same in all pools of all arms")
+
+
+def _prefix_cache(topology: Topology) -> bool | None:
+    """True and False where all of its pools agree, else a ConfigError; None where it cannot be told."""
+    if topology.engine.kind == "simulated":
+        return None
+    said = {role.value: bool(topology.engine_args(role).get("enable_prefix_caching", True)) for role in topology.active_pools()}
+    if len(set(said.values())) > 1:
+        raise ConfigError(key="enable_prefix_caching", value=said, expected="the same in all pools of all arms")
+    return next(iter(said.values()))

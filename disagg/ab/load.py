@@ -23,6 +23,7 @@ from disagg.types import FinishReason
 
 LATE_S = 0.010  # a send or a wake-up later than this counts as late
 LATE_SHARE = 0.01  # and this share of late ones is worth a warning
+BEHIND_SHARE = 0.01  # a schedule that slips by this share of its own length is not the workload any more
 _HEARTBEAT_S = 0.05
 _GRACE_S = 5.0  # past a request's own deadline, before the sender gives up on its stream
 
@@ -47,7 +48,8 @@ class LoadReport:
     """How well the sender kept its own schedule in one round.
 
     `late_share`: share of requests sent more than LATE_S late. `loop_late_share` and `max_loop_late_s`: the same for its regular wake-ups,
-    which is by how much its clock readings may be late. `mean_in_flight`: integral of requests in flight over the round, by its length.
+    which is by how much its clock readings may be late. `behind_share`: the worst lateness by the length of the schedule. `mean_in_flight`:
+    integral of requests in flight over the round, by its length.
     """
 
     sent: int
@@ -56,6 +58,14 @@ class LoadReport:
     max_loop_late_s: float
     loop_late_share: float
     mean_in_flight: float
+    behind_share: float = 0.0
+
+    @property
+    def fault(self) -> str | None:
+        """Why this round is no measurement of the workload: the sender itself fell behind; else None."""
+        if self.behind_share <= BEHIND_SHARE or self.max_late_s <= LATE_S:
+            return None
+        return f"the sender fell behind its schedule by {self.max_late_s:.2f} s, {self.behind_share:.1%} of its length"
 
     @property
     def warning(self) -> str | None:
@@ -82,12 +92,22 @@ class OpenLoop:
     Closing `rows` cancels what is still in flight. Every request ends: by its deadline at the latest.
     """
 
-    def __init__(self, client: StreamingClient, requests: Sequence[PlannedRequest], *, arm: str, vocab_size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        client: StreamingClient,
+        requests: Sequence[PlannedRequest],
+        *,
+        arm: str,
+        vocab_size: int,
+        timeout_s: float,
+        rate_rps: float | None = None,
+    ) -> None:
         self._client = client
         self._requests = requests
         self._arm = arm
         self._vocab_size = vocab_size
         self._timeout_s = timeout_s
+        self._rate_rps = rate_rps
         self._start_s = 0.0
         self._ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         self._running: set[asyncio.Task[Row]] = set()
@@ -143,21 +163,28 @@ class OpenLoop:
         usage: Usage | None = None
         finish: FinishReason | None = None
         error: DisaggError | None = None
+        left = False
         try:
             async with asyncio.timeout(self._timeout_s + _GRACE_S), aclosing(self._stream(request, prompt)) as parts:
                 async for part in parts:
                     now_s = self._now_s()
                     token_s.extend([now_s] * len(part.tokens))
                     finish, usage = part.finish or finish, part.usage or usage
+                    if request.cancel_after_tokens is not None and len(token_s) >= request.cancel_after_tokens and finish is None:
+                        left = True
+                        break
         except TimeoutError:
             error = EngineError(f"the stream did not end within {_GRACE_S:g} s after its deadline")
         except DisaggError as caught:
             error = caught
-        if error is None:
+        if error is None and not left:
             error = _cut_answer(request, finish is not None, len(token_s))
         end_s = self._now_s()
         self._count(-1, end_s)
-        return self._row(request, digest, sent_s, end_s, tuple(token_s), error, usage)
+        outcome: Outcome = "cancelled" if left else "completed"
+        if error is not None:
+            outcome = "rejected" if isinstance(error, RejectedError) else "failed"
+        return self._row(request, digest, sent_s, end_s, tuple(token_s), outcome, error, usage)
 
     def _stream(self, request: PlannedRequest, prompt: tuple[int, ...]) -> AsyncGenerator[Part, None]:
         return self._client.stream(
@@ -176,10 +203,10 @@ class OpenLoop:
         sent_s: float,
         end_s: float,
         token_s: tuple[float, ...],
+        outcome: Outcome,
         error: DisaggError | None,
         usage: Usage | None,
     ) -> Row:
-        outcome: Outcome = "completed" if error is None else "rejected" if isinstance(error, RejectedError) else "failed"
         row = Row(
             arm=self._arm,
             round=request.round + 1,
@@ -196,6 +223,7 @@ class OpenLoop:
             outcome=outcome,
             error=None if error is None else type(error).__name__,
             message=None if error is None else error.message[:500],
+            rate_rps=self._rate_rps,
         )
         return row if usage is None else _with_usage(row, usage)
 
@@ -212,6 +240,7 @@ class OpenLoop:
         """Of what was sent so far; complete once `rows` is exhausted."""
         late = [r.send_late_s for r in self._rows]
         loop_late = self._loop_late_s
+        length_s = max((r.due_s for r in self._requests), default=0.0)
         span = max((r.end_s for r in self._rows), default=0.0) - min((r.sent_s for r in self._rows), default=0.0)
         return LoadReport(
             sent=len(late),
@@ -220,6 +249,7 @@ class OpenLoop:
             max_loop_late_s=max(loop_late, default=0.0),
             loop_late_share=sum(x > LATE_S for x in loop_late) / max(1, len(loop_late)),
             mean_in_flight=self._in_flight_area / span if span > 0 else 0.0,
+            behind_share=max(late, default=0.0) / max(length_s, 1.0),
         )
 
 

@@ -6,7 +6,7 @@ import datetime
 import os
 from pathlib import Path
 
-from disagg.errors import ConfigError, DisaggError
+from disagg.errors import ConfigError, DiskError
 
 FILES = ("result.json", "requests.jsonl")
 
@@ -45,7 +45,7 @@ class OutFolder:
             unfinished.write_text(text, encoding="utf-8")
             unfinished.replace(self.result)
         except OSError as error:
-            raise DisaggError(f"cannot write {self.result}: {error.strerror}; {self.requests} has every row") from error
+            raise DiskError(f"cannot write {self.result}: {error.strerror}; {self.requests} has every row") from error
 
     def _move_older(self) -> Path | None:
         """Move what an earlier run left into a folder named by when that run last wrote; None when there is nothing."""

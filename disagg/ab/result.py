@@ -57,12 +57,16 @@ class Distribution(_Strict):
 
 
 class Figures(_Strict):
-    """Of one arm, or of one class of it. `errors`: how many of each error type. Means of lengths are of completed requests, in tokens."""
+    """Of one arm, or of one class of it. `errors`: how many of each error type. Means of lengths are of completed requests, in tokens.
+
+    `cancelled`: requests that their own client left, as the workload wanted; attainment does not count them.
+    """
 
     sent: int
     completed: int
     rejected: int
     failed: int
+    cancelled: int = 0
     errors: dict[str, int]
     ttft_s: Distribution
     tpot_s: Distribution
@@ -283,6 +287,7 @@ def arm_figures(rows: Sequence[Row], classes: Sequence[SloClass], mean_in_flight
 
 def _figures(rows: Sequence[Row], classes: Mapping[str, SloClass], span: float) -> dict[str, Any]:
     whole = [r for r in rows if r.is_whole]
+    judged = [r for r in rows if r.is_judged]
     tokens_in, tokens_out = sum(r.input_tokens for r in whole), sum(r.output_tokens for r in whole)
     in_system_s = math.fsum(r.end_s - r.sent_s for r in rows)
     return {
@@ -290,6 +295,7 @@ def _figures(rows: Sequence[Row], classes: Mapping[str, SloClass], span: float) 
         "completed": len(whole),
         "rejected": sum(r.outcome == "rejected" for r in rows),
         "failed": sum(r.outcome == "failed" for r in rows),
+        "cancelled": sum(r.outcome == "cancelled" for r in rows),
         "errors": dict(Counter(r.error for r in rows if r.error is not None)),
         "ttft_s": _distribution(r.ttft_s for r in whole),
         "tpot_s": _distribution(r.tpot_s for r in whole),
@@ -297,7 +303,7 @@ def _figures(rows: Sequence[Row], classes: Mapping[str, SloClass], span: float) 
         "e2e_s": _distribution(r.e2e_s for r in whole),
         "output_tokens_per_s": slo.rate_per_s(tokens_out, span),
         "input_tokens_per_s": slo.rate_per_s(tokens_in, span),
-        "slo_attainment": slo.attainment(sum(row_meets(r, classes[r.slo_class]) for r in rows), len(rows)),
+        "slo_attainment": slo.attainment(sum(row_meets(r, classes[r.slo_class]) for r in judged), len(judged)),
         "mean_concurrency": in_system_s / span if span > 0 else None,
         "mean_input_tokens": tokens_in / len(whole) if whole else None,
         "mean_output_tokens": tokens_out / len(whole) if whole else None,

@@ -6,16 +6,17 @@ can be computed again from the file, digit for digit.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from disagg import slo
-from disagg.errors import ConfigError, DisaggError
+from disagg.errors import ConfigError, DiskError
 
-Outcome = Literal["completed", "rejected", "failed"]
+Outcome = Literal["completed", "rejected", "failed", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,9 @@ class Row:
     `round` counts from 1. `rate_rps`: the mean rate of the point that it belongs to, None in files of older versions. `due_s`: when the
     workload wanted it sent; `sent_s`: when it was. `token_s`: when each output token was received.
     `end_s`: when its stream ended, however it did. `prompt_digest`: a hash of the prompt's token ids, equal in all arms.
-    `outcome`: completed = the whole answer came; rejected = admission refused it; failed = anything else, with `error` the type and
-    `message` its sentence. Worker names, attempts and the gateway's own durations (`queue_s` ...) are there for whole answers only.
+    `outcome`: completed = the whole answer came; rejected = admission refused it; cancelled = its client went away, as the workload wanted;
+    failed = anything else, with `error` the type and `message` its sentence. Worker names, attempts and the gateway's own durations
+    (`queue_s` ...) are there for whole answers only.
     """
 
     arm: str
@@ -59,6 +61,11 @@ class Row:
         return self.outcome == "completed"
 
     @property
+    def is_judged(self) -> bool:
+        """Whether it can meet or miss its class: a request that its own client cancelled does neither."""
+        return self.outcome != "cancelled"
+
+    @property
     def output_tokens(self) -> int:
         """Tokens received."""
         return len(self.token_s)
@@ -86,31 +93,66 @@ class Row:
 
 
 class RowFile:
-    """An open requests.jsonl. Each row is handed to the kernel before `append` returns; close it, or use it in a `with`."""
+    """A requests.jsonl that grows. Each row is handed to the kernel before `append` returns; close it, or use it in a `with`.
 
-    def __init__(self, path: Path) -> None:
+    `resume`: go on behind the rows that a run before has left; a last line that it left cut is cut off.
+    """
+
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
         self._path = path
         try:
-            self._file: IO[str] = path.open("x", encoding="utf-8")
+            if resume and path.exists():
+                _drop_cut_line(path)
+            self._file: IO[str] = path.open("a" if resume else "x", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}", key="out", value=str(path), expected="a folder that can be written") from error
 
     def append(self, row: Row) -> None:
-        """Write one row. Raises DisaggError when the file cannot take it (a full disk)."""
+        """Write one row. Raises DiskError when the file cannot take it."""
         try:
             self._file.write(json.dumps(asdict(row), separators=(",", ":")) + "\n")
             self._file.flush()
         except OSError as error:
-            raise DisaggError(f"cannot write {self._path}: {error.strerror}; the rows before this one are kept") from error
+            raise DiskError(f"cannot write {self._path}: {error.strerror}; the rows before this one are kept") from error
 
     def close(self) -> None:
-        self._file.close()
+        """What a full disk did not take has been reported by `append`."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def __enter__(self) -> RowFile:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _drop_cut_line(path: Path) -> None:
+    with path.open("rb+") as file:
+        data = file.read()
+        file.truncate(data.rfind(b"\n") + 1)
+
+
+def move_rows(source: Path, target: Path, leaves: Callable[[Row], bool]) -> int:
+    """Move the rows that `leaves` picks from one file to the end of another; returns how many. Whole or not at all for the reader.
+
+    Killed between its two steps it leaves rows in both files, never in none. Raises DiskError.
+    """
+    rows = read_rows(source)
+    moved = [row for row in rows if leaves(row)]
+    if not moved:
+        return 0
+    unfinished = source.with_name(source.name + ".unfinished")
+    try:
+        with RowFile(target, resume=True) as file:
+            for row in moved:
+                file.append(row)
+        with unfinished.open("w", encoding="utf-8") as kept:
+            kept.writelines(json.dumps(asdict(row), separators=(",", ":")) + "\n" for row in rows if not leaves(row))
+        unfinished.replace(source)
+    except OSError as error:
+        raise DiskError(f"cannot write {source}: {error.strerror}; every row is still in it") from error
+    return len(moved)
 
 
 def read_rows(path: Path) -> list[Row]:

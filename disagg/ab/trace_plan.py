@@ -76,6 +76,26 @@ def check_workload(workload: AnyWorkload, classes: Sequence[SloClass], max_model
         raise ConfigError(key="trace.max_total_tokens", value=workload.trace.max_total_tokens, expected=expected)
 
 
+def mean_rate_rps(workload: AnyWorkload, classes: Sequence[SloClass]) -> float:
+    """Mean requests per second that the workload asks for, as it is written. Raises ConfigError."""
+    if isinstance(workload, Workload):
+        return streams.mean_rate_rps(workload)
+    return _trace(workload, tuple(classes), workload.seed).mean_rate_rps
+
+
+def at_rate(workload: AnyWorkload, classes: Sequence[SloClass], rate_rps: float) -> AnyWorkload:
+    """The workload with another mean rate. Streams send more or fewer requests in the same time; a trace sends the same ones in less or
+    more time, so that its bursts keep their shape. Lengths stay. Raises ConfigError.
+    """
+    own = mean_rate_rps(workload, classes)
+    if own <= 0:
+        raise ConfigError(key="trace", value=workload.name, expected="at least two requests at different instants, to scale their rate")
+    if isinstance(workload, Workload):
+        return streams.faster(workload, rate_rps / own)
+    source = workload.trace.model_copy(update={"rate_factor": workload.trace.rate_factor * rate_rps / own})
+    return workload.model_copy(update={"trace": source})
+
+
 def duration_s(workload: AnyWorkload, classes: Sequence[SloClass]) -> float:
     """How long one round sends."""
     if isinstance(workload, Workload):
@@ -83,7 +103,7 @@ def duration_s(workload: AnyWorkload, classes: Sequence[SloClass]) -> float:
     return _trace(workload, tuple(classes), workload.seed).span_s
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=16)
 def _trace(workload: TraceWorkload, classes: tuple[SloClass, ...], seed: int) -> Trace:
     return workload_trace(workload, classes, seed=seed)
 

@@ -19,7 +19,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from disagg.ab.workload import SHIPPED, PositiveFloat, PositiveInt, Workload, load_workload, plan_round, shipped_workloads
+from disagg.ab.arrivals import PositiveFloat, PositiveInt
+from disagg.ab.workload import SHIPPED, Workload, load_workload, plan_round, shipped_workloads
 from disagg.config import SloClass, validated
 from disagg.errors import ConfigError, nearest
 from disagg.trace import Scaling, Trace, TraceRequest, scale

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from disagg.ab.arrivals import Arrivals, PositiveFloat, PositiveInt
 from disagg.config import SloClass, validated
 from disagg.errors import ConfigError, nearest
 
@@ -24,41 +25,9 @@ SHIPPED = Path(__file__).parent / "workloads"  # in a clone a link to bench/work
 MAX_REQUESTS = 1_000_000
 WARM_UP = -1  # the "round" of warm-up requests
 
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Arrivals(_Strict):
-    """When requests are due. Either `poisson_per_s` (mean rate), or `every_s` with `requests` at once from `first_s` on.
-
-    A burst is `every_s` with `requests` above 1. Both stop at the stream's `duration_s`.
-    """
-
-    poisson_per_s: PositiveFloat | None = None
-    every_s: PositiveFloat | None = None
-    requests: PositiveInt = 1
-    first_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-
-    @model_validator(mode="after")
-    def _exactly_one(self) -> Arrivals:
-        if (self.poisson_per_s is None) == (self.every_s is None):
-            raise ValueError("exactly one of poisson_per_s and every_s is needed")
-        if self.poisson_per_s is not None and self.requests != 1:
-            raise ValueError("requests (how many at once) goes with every_s only")
-        return self
-
-    def instants_s(self, duration_s: float, rng: random.Random) -> list[float]:
-        """Ascending due times in [first_s, duration_s)."""
-        due: list[float] = []
-        now = self.first_s + (rng.expovariate(self.poisson_per_s) if self.poisson_per_s is not None else 0.0)
-        while now < duration_s:
-            due.extend([now] * self.requests)
-            now += rng.expovariate(self.poisson_per_s) if self.poisson_per_s is not None else self.every_s or math.inf
-        return due
 
 
 class LogNormal(_Strict):
@@ -96,6 +65,13 @@ class Lengths(_Strict):
             return self.lognormal.max
         return self.uniform[1] if self.uniform is not None else self.fixed or 0
 
+    @property
+    def mean(self) -> float:
+        """The mean, of a lognormal one without its limit."""
+        if self.lognormal is not None:
+            return self.lognormal.median * math.exp(self.lognormal.sigma**2 / 2)
+        return sum(self.uniform) / 2 if self.uniform is not None else float(self.fixed or 0)
+
     def draw(self, rng: random.Random) -> int:
         """One length."""
         if self.lognormal is not None:
@@ -104,8 +80,26 @@ class Lengths(_Strict):
         return rng.randint(*self.uniform) if self.uniform is not None else self.fixed or 0
 
 
+class Sessions(_Strict):
+    """Conversations of several turns: each arrival of the stream starts one, and its turns follow `gap_s` apart, open-loop as well.
+
+    A turn's prompt is the one before, as many made-up tokens as its answer had, and `input_tokens` new ones: a prefix cache can find all of
+    the prompt before. Turns that would be due after the stream's duration are sent all the same.
+    """
+
+    turns: Lengths
+    gap_s: PositiveFloat
+
+
+class Cancellations(_Strict):
+    """Clients that go away: `share` of the requests is cancelled once `after_tokens` output tokens have come."""
+
+    share: Annotated[float, Field(gt=0, le=1)]
+    after_tokens: Lengths
+
+
 class Stream(_Strict):
-    """Requests of one kind. `slo_class` is a class of the topology (absent: its first).
+    """Requests of one kind. `slo_class` is a class of the topology (absent: its first); several streams are a mix of classes.
 
     Prompts are random token ids, unique per request, so that a prefix cache helps nobody; `shared_prefix_tokens` of each prompt
     are the same within a round. `ignore_eos` makes every answer exactly `output_tokens` long.
@@ -118,8 +112,21 @@ class Stream(_Strict):
     input_tokens: Lengths
     output_tokens: Lengths
     shared_prefix_tokens: Annotated[int, Field(ge=0)] = 0
+    sessions: Sessions | None = None
+    cancel: Cancellations | None = None
     ignore_eos: bool = True
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+
+    @property
+    def longest_input_tokens(self) -> int:
+        """The longest prompt that can be drawn: a session's last one holds all turns before it."""
+        turns = self.sessions.turns.largest if self.sessions is not None else 1
+        return turns * self.input_tokens.largest + (turns - 1) * self.output_tokens.largest
+
+    @property
+    def mean_turns(self) -> float:
+        """Requests per arrival."""
+        return self.sessions.turns.mean if self.sessions is not None else 1.0
 
 
 class Workload(_Strict):
@@ -148,7 +155,10 @@ class Workload(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request of a round, before it is sent. `due_s`: seconds after the round's start. `index`: its place in the round, from 0."""
+    """One request of a round, before it is sent. `due_s`: seconds after the round's start. `index`: its place in the round, from 0.
+
+    `session`: requests of one session have prompts that begin alike. `cancel_after_tokens`: where its client goes away; None: never.
+    """
 
     round: int
     index: int
@@ -161,6 +171,8 @@ class PlannedRequest:
     ignore_eos: bool
     temperature: float
     seed: str
+    session: int | None = None
+    cancel_after_tokens: int | None = None
 
     def at_once(self) -> PlannedRequest:
         """The same request, due at the start."""
@@ -171,7 +183,8 @@ class PlannedRequest:
         ids = range(min(256, vocab_size // 2), vocab_size)
         shared = min(self.shared_prefix_tokens, self.input_tokens)
         prefix = random.Random(f"{self.seed}/{self.round}/{self.stream}/prefix")
-        own = random.Random(f"{self.seed}/{self.round}/{self.stream}/{self.index}")
+        whose = self.index if self.session is None else f"session/{self.session}"
+        own = random.Random(f"{self.seed}/{self.round}/{self.stream}/{whose}")  # fewer draws of one seed are the beginning of more
         return (*prefix.choices(ids, k=shared), *own.choices(ids, k=self.input_tokens - shared))
 
 
@@ -197,7 +210,7 @@ def plan_warm_up(workload: Workload, classes: Sequence[SloClass], seed: int, cop
     for stream in workload.streams:
         lengths = sorted((r.input_tokens, r.output_tokens) for r in _stream_requests(workload, stream, classes, seed, 0))
         if not lengths:
-            lengths = [(stream.input_tokens.largest, stream.output_tokens.largest)]
+            lengths = [(stream.longest_input_tokens, stream.output_tokens.largest)]
         for given, wanted in dict.fromkeys((lengths[0], lengths[len(lengths) // 2], lengths[-1])):
             first = len(chosen)
             chosen.extend(_planned(stream, classes, seed, WARM_UP, float(first), given, wanted) for _ in range(copies))
@@ -207,7 +220,38 @@ def plan_warm_up(workload: Workload, classes: Sequence[SloClass], seed: int, cop
 def _stream_requests(workload: Workload, stream: Stream, classes: Sequence[SloClass], seed: int, round_: int) -> list[PlannedRequest]:
     rng = random.Random(f"{seed}/{round_}/{stream.name}")
     due = stream.arrivals.instants_s(workload.duration_of_s(stream), rng)
-    return [_planned(stream, classes, seed, round_, d, stream.input_tokens.draw(rng), stream.output_tokens.draw(rng)) for d in due]
+    if stream.sessions is None:
+        drawn = [_planned(stream, classes, seed, round_, d, stream.input_tokens.draw(rng), stream.output_tokens.draw(rng)) for d in due]
+    else:
+        drawn = [r for i, d in enumerate(due) for r in _session(stream, stream.sessions, classes, seed, round_, i, d, rng)]
+    if stream.cancel is None:
+        return drawn
+    leaving = random.Random(f"{seed}/{round_}/{stream.name}/cancel")
+    return [replace(r, cancel_after_tokens=_leaves_after(stream.cancel, r, leaving)) for r in drawn]
+
+
+def _session(
+    stream: Stream,
+    sessions: Sessions,
+    classes: Sequence[SloClass],
+    seed: int,
+    round_: int,
+    number: int,
+    begin_s: float,
+    rng: random.Random,
+) -> Iterable[PlannedRequest]:
+    """The turns of one session."""
+    history = 0
+    for turn in range(sessions.turns.draw(rng)):
+        given, wanted = stream.input_tokens.draw(rng), stream.output_tokens.draw(rng)
+        planned = _planned(stream, classes, seed, round_, begin_s + turn * sessions.gap_s, history + given, wanted)
+        yield replace(planned, session=number)
+        history += given + wanted
+
+
+def _leaves_after(cancel: Cancellations, request: PlannedRequest, rng: random.Random) -> int | None:
+    leaves, after = rng.random() < cancel.share, cancel.after_tokens.draw(rng)  # both drawn always: one share does not shift the lengths
+    return after if leaves and after < request.output_tokens else None
 
 
 def _planned(stream: Stream, classes: Sequence[SloClass], seed: int, round_: int, due_s: float, given: int, wanted: int) -> PlannedRequest:
@@ -241,7 +285,7 @@ def check_workload(workload: Workload, classes: Sequence[SloClass], max_model_le
         if stream.slo_class is not None and stream.slo_class not in names:
             expected = f"a class of the topology: {nearest(stream.slo_class, names)}"
             raise ConfigError(key=f"streams.{i}.slo_class", value=stream.slo_class, expected=expected)
-        longest, answer = stream.input_tokens.largest, stream.output_tokens.largest
+        longest, answer = stream.longest_input_tokens, stream.output_tokens.largest
         if max_model_len is not None and longest + answer > max_model_len:
             over_prompt = longest >= max_model_len
             field, value = ("input_tokens", longest) if over_prompt or longest >= answer else ("output_tokens", answer)
@@ -249,10 +293,22 @@ def check_workload(workload: Workload, classes: Sequence[SloClass], max_model_le
             expected = f"at most {room} tokens: {longest} in and {answer} out do not fit the model's context of {max_model_len}"
             raise ConfigError(key=f"streams.{i}.{field}", value=value, expected=expected)
     for i, stream in enumerate(workload.streams):
-        rate = stream.arrivals.poisson_per_s or stream.arrivals.requests / (stream.arrivals.every_s or 1)
+        rate = stream.arrivals.mean_per_s() * stream.mean_turns
         if rate * workload.duration_of_s(stream) > MAX_REQUESTS:
             expected = f"a rate and duration that give at most {MAX_REQUESTS:,} requests a round"
             raise ConfigError(key=f"streams.{i}.arrivals", value=f"{rate:g} requests/s", expected=expected)
+
+
+def mean_rate_rps(workload: Workload) -> float:
+    """Mean requests per second over the workload's duration, all streams together."""
+    sent = sum(s.arrivals.mean_per_s() * s.mean_turns * (workload.duration_of_s(s) - s.arrivals.first_s) for s in workload.streams)
+    return sent / workload.duration_s
+
+
+def faster(workload: Workload, factor: float) -> Workload:
+    """The same streams, each with `factor` times its rate, over the same time."""
+    streams = tuple(s.model_copy(update={"arrivals": s.arrivals.faster(factor)}) for s in workload.streams)
+    return workload.model_copy(update={"streams": streams})
 
 
 def load_workload(name_or_path: str | Path) -> Workload:

@@ -130,7 +130,7 @@ def test_a_wrong_key_or_value_is_named(change: dict, key: str, says: str):
 @pytest.mark.parametrize(
     ("change", "key", "says"),
     [
-        ({"arrivals": {}}, "streams.0.arrivals", "exactly one of poisson_per_s and every_s"),
+        ({"arrivals": {}}, "streams.0.arrivals", "exactly one of poisson_per_s, gamma_per_s, ramp and every_s"),
         ({"arrivals": {"poisson_per_s": 1, "every_s": 2}}, "streams.0.arrivals", "exactly one"),
         ({"arrivals": {"poisson_per_s": 1, "requests": 2}}, "streams.0.arrivals", "every_s only"),
         ({"arrivals": {"poisson_per_s": float("inf")}}, "streams.0.arrivals.poisson_per_s", "finite"),
