@@ -1,9 +1,11 @@
-"""`disagg ab`: disaggregated against colocated serving, on your model, workload and machine."""
+"""`disagg ab`: which way to serve, on your model, workload and machine."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +14,19 @@ import typer
 from disagg.cli_up import SET_HELP, overrides_of
 
 if TYPE_CHECKING:
+    from disagg.ab.arms import Arm
     from disagg.ab.out import OutFolder
     from disagg.ab.progress import RunProgress
-    from disagg.ab.result import Result
+    from disagg.ab.result import ChunkSearch, Result
     from disagg.ab.run import Comparison
+    from disagg.config import Topology
     from disagg.launch.session import RaySession
+
+ARMS_HELP = (
+    "What to compare, separated by commas: colocated, disagg (every split of the workers), disagg-1p1d (that split), adaptive, "
+    "external=URL or external-NAME=URL (any server with OpenAI's API); one name twice is an A/A test. "
+    "Default: the topology's split and colocated."
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -31,59 +41,168 @@ def ab(
     out: Path = typer.Option(
         Path("out/ab"), "--out", help="Where result.json and requests.jsonl go; an older result there moves to older/."
     ),
-    rounds: int | None = typer.Option(None, "--rounds", min=1, max=100, help="Rounds of both arms; default: the workload's."),
+    arms: str | None = typer.Option(None, "--arms", help=ARMS_HELP),
+    rates: str | None = typer.Option(
+        None, "--rates", metavar="A,B,...", help="Requests per second to measure, the workload scaled to each; default: its own rate."
+    ),
+    sweep: bool = typer.Option(False, "--sweep", help="Find the rates: from light to past saturation, by bisection on SLO attainment."),
+    points: int = typer.Option(5, "--points", min=2, max=20, help="How many rates --sweep measures."),
+    rounds: int | None = typer.Option(
+        None, "--rounds", min=1, max=100, help="Rounds of all arms; default: the workload's, then more until differences are clear."
+    ),
+    max_rounds: int | None = typer.Option(None, "--max-rounds", min=1, max=100, help="The most rounds, without --rounds; default: twice."),
     seed: int | None = typer.Option(None, "--seed", help="Seed of due times, lengths and prompts; default: the workload's."),
     settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help=SET_HELP),
-    colocated_chunk: int | None = typer.Option(
-        None, "--colocated-chunk", help="Tokens per engine step (prefill chunk) of the colocated arm; default: the topology's."
+    chunk: str | None = typer.Option(
+        None,
+        "--chunk",
+        "--colocated-chunk",
+        metavar="N|topology",
+        help="Tokens per engine step (prefill chunk) of the colocated arm: a number, or the topology's; default: found by a short search.",
     ),
+    resume: bool = typer.Option(False, "--resume", help="Go on with the interrupted run in --out; what it has measured is kept."),
     resident: bool | None = typer.Option(
-        None, "--resident/--no-resident", help="Keep both arms' engines up all the time; default: yes on a local Ray without GPUs."
+        None, "--resident/--no-resident", help="Keep all arms' engines up all the time; default: where memory allows, on a local Ray."
     ),
     address: str | None = typer.Option(None, "--address", help="A running Ray (auto or HOST:PORT); default: a local one is started."),
 ) -> None:
-    """Send the same requests at the same times to both arms, in turns, on the same cores; print a table and a verdict."""
+    """Send the same requests at the same times to every arm, in turns, on the same cores; print a table and a verdict."""
     from rich.console import Console
 
-    from disagg.ab.arms import arm_topologies, can_be_resident
     from disagg.ab.out import OutFolder
     from disagg.ab.progress import RunProgress
+    from disagg.ab.rules import RangeSearch
     from disagg.ab.run import compare
     from disagg.ab.table import WIDTH, render
     from disagg.ab.trace_workload import load_any_workload
     from disagg.config import load_topology
-    from disagg.launch.session import RaySession
 
     loaded = load_topology(topology, overrides_of(settings))
-    stays_up = address is None and can_be_resident(arm_topologies(loaded)) if resident is None else resident
-    comparison = compare(loaded, load_any_workload(workload), resident=stays_up, rounds=rounds, seed=seed, colocated_chunk=colocated_chunk)
-    folder = OutFolder(out)
+    chosen = _arms(loaded, arms, chunk)
+    comparison = compare(
+        loaded,
+        load_any_workload(workload),
+        resident=_stays_up(chosen) and address is None if resident is None else resident,
+        arms=chosen,
+        rates=_numbers(rates),
+        search=RangeSearch(points=points) if sweep else None,
+        rounds=rounds,
+        most_rounds=max_rounds,
+        seed=seed,
+        vocab_size=_vocab_size(loaded, topology.parent) if all(arm.topology is None for arm in chosen) else None,
+    )
+    folder = OutFolder(out, resume=resume)
     with RunProgress(Console(stderr=True)) as progress:
         if folder.moved_to is not None:
             progress.say(f"the older result is now in {folder.moved_to}")
-        with RaySession.start(list(comparison.topologies.values()), address) as session:
+        with _session(comparison, address) as session:
             try:
-                result = asyncio.run(_run(comparison, session, topology.parent, folder, progress))
+                result = asyncio.run(_run(comparison, session, topology.parent, folder, progress, tune=chunk is None, resume=resume))
             except (KeyboardInterrupt, asyncio.CancelledError):
-                progress.say(f"interrupted; the requests that ended are in {folder.requests}")
+                progress.say(f"interrupted; the requests that ended are in {folder.requests}; --resume goes on from there")
                 raise typer.Exit(130) from None
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
     console.print(render(result))
     console.print(f"{folder.result}  {folder.requests}", soft_wrap=True)
+    if result.not_a_result is not None:
+        console.print(f"not a result: {result.not_a_result}", soft_wrap=True)
+        raise typer.Exit(1)
 
 
-async def _run(comparison: Comparison, session: RaySession, base_dir: Path, folder: OutFolder, progress: RunProgress) -> Result:
-    """Run, and take both arms down whatever happens; SIGTERM ends like Ctrl-C."""
+def _arms(topology: Topology, text: str | None, chunk: str | None) -> tuple[Arm, ...]:
+    """The arms, the colocated ones with the chunk that was given."""
+    from disagg.ab.arms import own_arms, parse_arms, with_chunk
+    from disagg.errors import ConfigError
+
+    arms = own_arms(topology) if text is None else parse_arms(text, topology)
+    if chunk is None or chunk == "topology":
+        return arms
+    if not chunk.isdecimal():
+        raise ConfigError(key="--chunk", value=chunk, expected="a number of tokens, or: topology")
+    return tuple(with_chunk(arm, int(chunk)) if arm.kind == "colocated" else arm for arm in arms)
+
+
+def _stays_up(arms: tuple[Arm, ...]) -> bool:
+    from disagg.ab.arms import can_be_resident, deployed
+    from disagg.ab.environment import free_memory_bytes
+
+    return can_be_resident(deployed(arms), free_memory_bytes())
+
+
+def _numbers(text: str | None) -> tuple[float, ...]:
+    from disagg.errors import ConfigError
+
+    try:
+        return tuple(float(part) for part in (text or "").split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(key="--rates", value=text, expected="requests per second, separated by commas: 0.5,1,2") from None
+
+
+def _vocab_size(topology: Topology, base_dir: Path) -> int | None:
+    """From the model's config, where it is on this machine: prompts are made of its token ids."""
+    import json
+
+    from disagg.models.resolve import resolve_model
+
+    if topology.engine.kind == "simulated":
+        return None
+    folder = resolve_model(topology.model, base_dir, check_hub=False)
+    if not isinstance(folder, Path):
+        return None
+    value = json.loads((folder / "config.json").read_text()).get("vocab_size")
+    return value if isinstance(value, int) else None
+
+
+def _session(comparison: Comparison, address: str | None) -> AbstractContextManager[RaySession | None]:
+    """A Ray for the arms that are ours; external ones need none."""
+    from disagg.launch.session import RaySession
+
+    topologies = list(comparison.topologies.values())
+    return RaySession.start(topologies, address) if topologies else contextlib.nullcontext()
+
+
+async def _run(
+    comparison: Comparison,
+    session: RaySession | None,
+    base_dir: Path,
+    folder: OutFolder,
+    progress: RunProgress,
+    *,
+    tune: bool,
+    resume: bool,
+) -> Result:
+    """Run, and take all arms down whatever happens; SIGTERM ends like Ctrl-C."""
     from disagg.ab.ray_arms import RayArms
-    from disagg.ab.run import run_ab
+    from disagg.ab.run import run_ab, tuned
 
     task: asyncio.Task[Any] | None = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    source = RayArms(session, comparison.topologies, resident=comparison.resident, base_dir=base_dir, say=progress.say)
+    colocated = next((arm for arm in comparison.arms if arm.kind == "colocated"), None)
+    if tune and colocated is not None:
+        comparison = tuned(comparison, await _search(comparison, colocated, session, base_dir, folder, progress))
+    source = RayArms(session, comparison.arms, resident=comparison.resident, base_dir=base_dir, say=progress.say)
     try:
-        return await run_ab(comparison, source, folder, progress)
+        return await run_ab(comparison, source, folder, progress, resume=resume)
+    finally:
+        await source.close()
+
+
+async def _search(
+    comparison: Comparison, arm: Arm, session: RaySession | None, base_dir: Path, folder: OutFolder, progress: RunProgress
+) -> ChunkSearch:
+    """The chunk search, on deployments of its own that are gone when it returns."""
+    from disagg.ab.chunk_search import search_chunk, trial_arms
+    from disagg.ab.out import OutFolder
+    from disagg.ab.ray_arms import RayArms
+    from disagg.ab.run import search_rate_rps, workload_at
+
+    rate = search_rate_rps(comparison)
+    source = RayArms(session, list(trial_arms(arm).values()), resident=False, base_dir=base_dir, say=progress.say)
+    own_folder = OutFolder(folder.path / "chunk-search", resume=True)
+    try:
+        return await search_chunk(arm, workload_at(comparison, rate), rate, comparison.classes, source, own_folder, progress)
     finally:
         await source.close()

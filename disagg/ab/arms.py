@@ -222,7 +222,8 @@ def _on_free_ports(arm: Arm) -> Arm:
 
 
 def _deployment_name(base: str, arm: str) -> str:
-    return f"{base[:30].rstrip('-')}-{re.sub('[^a-z0-9-]', '-', arm.lower())}"[:60]
+    """At most 41 characters, which is what a topology's name may have."""
+    return f"{base[:20].rstrip('-')}-{re.sub('[^a-z0-9-]', '-', arm.lower())[:20]}"
 
 
 def _check_same_hardware(arms: Sequence[Arm]) -> None:
@@ -236,7 +237,7 @@ def _check_same_hardware(arms: Sequence[Arm]) -> None:
         which = odd if "colocated" not in (first, odd) else "colocated"
         other = first if which == odd else odd
         key = f"pools.colocated.{'count' if field == 'workers' else field}" if which == "colocated" else f"--arms {which}"
-        expected = f"as many as the other arms have: arm {other} has {counted[other]} {what}, arm {which} {counted[which]}"
+        expected = f"as many as prefill and decode have together: arm {other} has {counted[other]} {what}, arm {which} {counted[which]}"
         raise ConfigError(key=key, value=counted[which], expected=expected)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -41,6 +42,18 @@ def describe(arms: Mapping[str, Topology], *, resident: bool) -> dict[str, Any]:
         "resident": resident,
         "topologies": {arm: topology.model_dump(mode="json") for arm, topology in arms.items()},
     }
+
+
+def free_memory_bytes() -> int | None:
+    """Memory that new processes may take, by the kernel and the control group's limit; None where neither says."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable:"))
+        found.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return min(found, default=None)
 
 
 def _version(package: str) -> str | None:

@@ -19,11 +19,14 @@ class RunProgress:
         self._task: TaskID | None = None
         self._turns_left = 0
         self._turn_s = 0.0
+        self._turns_done = 0
         self._turn_started_s = 0.0
 
     def plan(self, turns: int, turn_s: float) -> None:
-        """There are `turns` turns to come, of about `turn_s` seconds each."""
-        self._turns_left, self._turn_s = turns, turn_s
+        """`turns` turns are to come, at most, of about `turn_s` seconds each; once turns have ended, their mean is the better guess."""
+        self._turns_left = turns
+        if not self._turns_done:
+            self._turn_s = turn_s
 
     def say(self, line: str) -> None:
         """One line of news."""
@@ -45,8 +48,10 @@ class RunProgress:
             self._bar.update(self._task, advance=1, left=_duration(max(0.0, left_s)))
 
     def end_turn(self) -> None:
-        """The turn is over: what took how long becomes the estimate of the others."""
-        self._turn_s = time.monotonic() - self._turn_started_s
+        """The turn is over: the mean of all that are is the estimate of the others."""
+        took_s = time.monotonic() - self._turn_started_s
+        self._turns_done += 1
+        self._turn_s = took_s if self._turns_done == 1 else self._turn_s + (took_s - self._turn_s) / self._turns_done
         self._turns_left -= 1
         self._end_task()
 

@@ -159,11 +159,12 @@ class ChunkTrial(_Strict):
     ttft_p50_s: float | None
     tpot_p50_s: float | None
     itl_max_s: float | None
+    e2e_mean_s: float | None
     output_tokens_per_s: float | None
 
 
 class ChunkSearch(_Strict):
-    """How the colocated arm's chunk was chosen: measured at `rate_rps` on this machine, best first decided by `rule`."""
+    """How the colocated arm's chunk was chosen: trials in the order in which they were measured, at `rate_rps`, decided by `rule`."""
 
     rate_rps: float
     trials: list[ChunkTrial]
@@ -172,9 +173,10 @@ class ChunkSearch(_Strict):
 
 
 class WarmUpReport(_Strict):
-    """Whether the warm-up was enough: TPOT of the first third of an arm's first round against that of the other two thirds.
+    """Whether the warm-up was enough: median TPOT of the first third of an arm's first round, and of the same third of later rounds (with
+    one round, of its other two thirds).
 
-    `ratio`: first by later median, null where the samples are too few. `enough`: the first window is not slower than noise explains.
+    `requests`: of the warm-up. `ratio`: first by later, null where the samples are too few. `enough`: it is not above what noise explains.
     """
 
     requests: int

@@ -1,59 +1,65 @@
-"""`disagg ab`: the same requests at the same times to both arms, in turns, on the same cores.
+"""`disagg ab`: the same requests at the same times to every arm, in turns, on the same cores.
 
-    bring up (both arms, or each for its turn)  ->  warm up (not measured)  ->  round 1: A B  ->  round 2: B A  ->  ...  ->  result
+    bring up (all arms, or each for its turn)  ->  warm up (not measured)  ->  find the range of rates, if asked for
+        ->  round 1: each rate, each arm  ->  round 2: each rate, the arms in another order  ->  ...  until the rule says stop  ->  result
 
-An arm is measured alone: the other one is idle or down, and a turn begins when the one before has answered everything.
+An arm is measured alone: the others are idle or down, and a turn begins when the one before has answered everything. A drift of the machine
+hits all arms and rates alike, because the rounds go over all of them. What is measured is on disk at once; a run that was
+interrupted goes on where it was (journal.py).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from disagg.ab.arms import ARMS, ArmSource, Serving, arm_topologies, known_context, most_workers
+from disagg.ab.arms import Arm, ArmSource, deployed, known_context, own_arms, with_chunk
 from disagg.ab.environment import describe
-from disagg.ab.load import LoadReport, OpenLoop
+from disagg.ab.journal import TurnKey, check_same_run
 from disagg.ab.out import OutFolder
 from disagg.ab.progress import RunProgress
-from disagg.ab.result import ArmFigures, ComparisonReport, Result, RoundReport, VerdictReport, arm_figures
-from disagg.ab.rows import Row, RowFile
-from disagg.ab.trace_plan import AnyWorkload, check_workload, duration_s, plan_round, plan_warm_up
-from disagg.ab.verdict import Verdict, judge
+from disagg.ab.result import ChunkSearch, Result
+from disagg.ab.rows import Row
+from disagg.ab.rules import RangeSearch, RoundRule, rounded
+from disagg.ab.summary import result_of
+from disagg.ab.trace_plan import AnyWorkload, at_rate, check_workload, duration_s, mean_rate_rps, plan_round
+from disagg.ab.turns import Turns
 from disagg.ab.workload import PlannedRequest
-from disagg.client import AsyncClient
-from disagg.config import Topology
-from disagg.errors import DisaggError
-from disagg.types import Mode
-
-BUSY_LOAD = 0.5  # load average per core from which other programs blur the figures
-_MOST_WARM_UP_COPIES = 8
+from disagg.config import SloClass, Topology
+from disagg.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is to be run: both arms' topologies, the workload as run (its seed and rounds are the ones used), whether both arms stay up."""
+    """What is to be run. The workload is as it is run: its seed is the one used, and its rate is scaled to each of `rates`.
 
-    topologies: Mapping[Mode, Topology]
+    `rates`: requests per second, ascending; empty: found by `search`. `resident`: whether all arms stay up. `chunk_search`: how the
+    colocated arm's chunk was found. `vocab_size`: of the model, where no arm of ours can be asked.
+    """
+
+    arms: tuple[Arm, ...]
+    classes: tuple[SloClass, ...]
     workload: AnyWorkload
+    rates: tuple[float, ...]
+    search: RangeSearch | None
+    rounds: RoundRule
     resident: bool
+    chunk_search: ChunkSearch | None = None
+    vocab_size: int | None = None
 
     @property
-    def any_topology(self) -> Topology:
-        """SLO classes and model are the same in both."""
-        return self.topologies[Mode.DISAGG]
+    def topologies(self) -> dict[str, Topology]:
+        """Of the arms that are not external."""
+        return deployed(self.arms)
 
-
-@dataclass(slots=True)
-class _Measured:
-    """What the run has gathered; rows are in requests.jsonl as well."""
-
-    rows: dict[Mode, list[Row]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
-    reports: dict[Mode, list[LoadReport]] = field(default_factory=lambda: {arm: [] for arm in ARMS})
-    orders: list[tuple[Mode, ...]] = field(default_factory=list)
-    warm: set[tuple[Mode, int]] = field(default_factory=set)
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be the same in a resumed run: what is sent, and to what. More rounds or rates may follow."""
+        workload = self.workload.model_dump(mode="json", exclude_none=True, exclude={"rounds", "description"})
+        arms = {arm.name: arm.url or deployed([arm])[arm.name].model_dump(mode="json") for arm in self.arms}
+        return {"workload": workload, "arms": arms}
 
 
 def compare(
@@ -61,134 +67,164 @@ def compare(
     workload: AnyWorkload,
     *,
     resident: bool,
+    arms: tuple[Arm, ...] | None = None,
+    rates: Sequence[float] = (),
+    search: RangeSearch | None = None,
     rounds: int | None = None,
+    most_rounds: int | None = None,
     seed: int | None = None,
-    colocated_chunk: int | None = None,
+    chunk_search: ChunkSearch | None = None,
+    vocab_size: int | None = None,
 ) -> Comparison:
-    """Check everything that can be checked before an engine starts. Raises ConfigError."""
-    topologies = arm_topologies(topology, colocated_chunk)
-    check_workload(workload, topology.slo_classes, known_context(topologies))
-    as_run = workload.model_copy(
-        update={"rounds": workload.rounds if rounds is None else rounds, "seed": workload.seed if seed is None else seed}
-    )
-    plan_round(as_run, topology.slo_classes, as_run.seed, 0)
-    return Comparison(topologies, as_run, resident)
+    """Check everything that can be checked before an engine starts. Raises ConfigError.
+
+    `rates`: empty and no `search`: the workload's own. `rounds`: exactly so many; None: the workload's at least, `most_rounds` (default
+    twice as many) at most.
+    """
+    arms = own_arms(topology) if arms is None else arms
+    classes = topology.slo_classes
+    as_run = workload.model_copy(update={"seed": workload.seed if seed is None else seed})
+    check_workload(as_run, classes, known_context(deployed(arms)))
+    own = rounded(mean_rate_rps(as_run, classes))
+    for rate in rates:
+        if not 0 < rate < 1e6:
+            raise ConfigError(key="--rates", value=rate, expected="requests per second above 0, separated by commas")
+    chosen = tuple(sorted({rounded(rate) for rate in rates})) or (() if search is not None else (own,))
+    for rate in chosen or (own,):
+        paced = as_run if rate == own else at_rate(as_run, classes, rate)
+        check_workload(paced, classes, None)
+        plan_round(paced, classes, as_run.seed, 0)
+    least = workload.rounds if rounds is None else rounds
+    rule = RoundRule(least, least if rounds is not None else max(least, most_rounds or 2 * least))
+    return Comparison(tuple(arms), tuple(classes), as_run, chosen, search, rule, resident, chunk_search, vocab_size)
 
 
-async def run_ab(comparison: Comparison, source: ArmSource, out: OutFolder, progress: RunProgress) -> Result:
+async def run_ab(comparison: Comparison, source: ArmSource, out: OutFolder, progress: RunProgress, *, resume: bool = False) -> Result:
     """Run all rounds; rows go to `out` as requests end, the result at the end. The caller closes `source`.
 
-    Raises what bringing up raises, ConfigError when the workload does not fit the model, DisaggError when a warm-up request fails or the
-    disk is full. Failed requests of a round are counted, never raised.
+    `resume`: go on with the run that is in `out`. Raises what bringing up raises, ConfigError when the workload does not fit the model or
+    the run in `out` is another one, DisaggError when a warm-up request fails, DiskError. Failed requests of a round are counted, never
+    raised.
     """
-    environment = describe({arm.value: t for arm, t in comparison.topologies.items()}, resident=comparison.resident)
-    measured = _Measured()
-    workload = comparison.workload
-    progress.plan(workload.rounds * len(ARMS), duration_s(workload, comparison.any_topology.slo_classes))
-    with RowFile(out.requests) as file:
-        for round_ in range(workload.rounds):
-            order = ARMS if round_ % 2 == 0 else ARMS[::-1]
-            measured.orders.append(order)
-            planned = plan_round(workload, comparison.any_topology.slo_classes, workload.seed, round_)
-            for arm in order:
-                await _turn(comparison, await source.use(arm), arm, planned, measured, file, progress)
-    result = _result(comparison, measured, environment)
+    environment = describe(comparison.topologies, resident=comparison.resident)
+    if resume:
+        check_same_run(out.run, comparison.fingerprint)
+    else:
+        out.write(out.run, json.dumps(comparison.fingerprint, indent=1) + "\n")
+    with Turns(source, out, progress, comparison.classes, vocab_size=comparison.vocab_size, resume=resume) as turns:
+        run = _Run(comparison, turns, progress)
+        probes = await run.find_range() if comparison.search is not None and not comparison.rates else ()
+        stopped = await run.measure(comparison.rates or run.rates)
+        result = result_of(comparison, turns, environment, probes, stopped)
     out.write_result(result.to_json())
     return result
 
 
-async def _turn(
-    comparison: Comparison,
-    serving: Serving,
-    arm: Mode,
-    planned: Sequence[PlannedRequest],
-    measured: _Measured,
-    file: RowFile,
-    progress: RunProgress,
-) -> None:
-    """One arm's part of one round."""
-    workload = comparison.workload
-    async with AsyncClient(serving.endpoint) as client:
-        info = await client.model_info()
-        check_workload(workload, comparison.any_topology.slo_classes, info.max_model_len)
-        if (arm, serving.life) not in measured.warm:
-            await _warm_up(client, comparison, arm, info.vocab_size, progress)
-            measured.warm.add((arm, serving.life))
-        progress.begin_turn(f"round {planned[0].round + 1} of {workload.rounds}, {arm}", len(planned))
-        load = OpenLoop(client, planned, arm=arm.value, vocab_size=info.vocab_size, timeout_s=workload.timeout_s)
-        async with aclosing(load.rows()) as rows:
-            async for row in rows:
-                file.append(row)
-                measured.rows[arm].append(row)
-                progress.request_ended()
-        measured.reports[arm].append(load.report)
-        progress.end_turn()
+class _Run:
+    """The order in which turns are measured."""
 
+    def __init__(self, comparison: Comparison, turns: Turns, progress: RunProgress) -> None:
+        self._comparison = comparison
+        self._turns = turns
+        self._progress = progress
+        self._own_rps = rounded(mean_rate_rps(comparison.workload, comparison.classes))
+        self.rates: tuple[float, ...] = ()
 
-async def _warm_up(client: AsyncClient, comparison: Comparison, arm: Mode, vocab_size: int, progress: RunProgress) -> None:
-    """Every length once on every worker (at most 8 at a time), unmeasured. Raises DisaggError when a request fails."""
-    workload = comparison.workload
-    copies = min(_MOST_WARM_UP_COPIES, most_workers(comparison.topologies[arm]))
-    planned = plan_warm_up(workload, comparison.any_topology.slo_classes, workload.seed, copies)
-    progress.say(f"warming up {arm}: {len(planned)} requests")
-    for _, alike in itertools.groupby(planned, key=lambda r: r.due_s):
-        kind = [request.at_once() for request in alike]
-        load = OpenLoop(client, kind, arm=arm.value, vocab_size=vocab_size, timeout_s=workload.timeout_s)
-        async with aclosing(load.rows()) as rows:
-            async for row in rows:
-                if not row.is_whole:
-                    what = f"warm-up request of {row.input_tokens} tokens in, {row.max_output_tokens} out"
-                    raise DisaggError(f"arm {arm}: a {what} failed: {row.error}: {row.message}")
+    async def find_range(self) -> tuple[float, ...]:
+        """Bisect on the best arm's attainment, one round a rate; sets `rates`, returns what was probed."""
+        assert self._comparison.search is not None
+        search = self._comparison.search.rates(self._own_rps)
+        probed: list[float] = []
+        rate = next(search)
+        while True:
+            await self._round(0, [rate], f"finding the range, {rate:g}/s")
+            probed.append(rate)
+            best = max(self._attainment(arm, rate) for arm in self._comparison.arms)
+            self._progress.say(f"at {rate:g} requests/s the best arm keeps {best:.0%} inside their class")
+            try:
+                rate = search.send(best)
+            except StopIteration as end:
+                self.rates = end.value
+                return tuple(probed)
 
+    def _attainment(self, arm: Arm, rate: float) -> float:
+        from disagg.ab.result import arm_figures
 
-def _result(comparison: Comparison, measured: _Measured, environment: dict[str, Any]) -> Result:
-    classes = comparison.any_topology.slo_classes
-    figures = {arm: arm_figures(measured.rows[arm], classes, [r.mean_in_flight for r in measured.reports[arm]]) for arm in ARMS}
-    verdict = judge(measured.rows[Mode.DISAGG], measured.rows[Mode.COLOCATED], classes)
-    return Result(
-        schema=2,
-        workload=comparison.workload.model_dump(mode="json", exclude_none=True),
-        environment=environment,
-        rounds=[
-            RoundReport(
-                round=i + 1,
-                order=[arm.value for arm in order],
-                sender={arm.value: asdict(measured.reports[arm][i]) for arm in order},
+        return arm_figures(self._turns.rows[(arm.name, rate, 1)], self._comparison.classes, None).slo_attainment or 0.0
+
+    async def measure(self, rates: Sequence[float]) -> dict[float, str]:
+        """All rounds of all rates. Returns why each rate needed no more."""
+        rule, arms = self._comparison.rounds, self._comparison.arms
+        stopped: dict[float, str] = {}
+        for round_ in range(rule.most):
+            open_ = [rate for rate in rates if rate not in stopped]
+            left = sum(
+                not self._turns.is_measured((arm.name, rate, r + 1)) for arm in arms for rate in open_ for r in range(round_, rule.most)
             )
-            for i, order in enumerate(measured.orders)
-        ],
-        arms={arm.value: figures[arm] for arm in ARMS},
-        verdict=verdict_report(verdict),
-        warnings=_warnings(figures, measured.reports, environment),
-    )
+            self._progress.plan(left, self._mean_duration_s(open_))
+            await self._round(round_, open_, f"round {round_ + 1} of {'' if rule.least == rule.most else 'at most '}{rule.most}")
+            for rate in open_:
+                if why := rule.stopped(round_ + 1, self._rows_at(rate), self._comparison.classes):
+                    stopped[rate] = why
+            if len(stopped) == len(rates):
+                break
+        return stopped
+
+    def _rows_at(self, rate: float) -> dict[str, list[Row]]:
+        return {arm.name: rows_of(self._turns.rows, arm.name, rate) for arm in self._comparison.arms}
+
+    def _mean_duration_s(self, rates: Iterable[float]) -> float:
+        durations = [duration_s(self._paced(rate), self._comparison.classes) for rate in rates]
+        return sum(durations) / max(1, len(durations))
+
+    async def _round(self, round_: int, rates: Sequence[float], title: str) -> None:
+        """One round: resident arms take turns at each rate; otherwise each arm does all rates while it is up."""
+        pairs = [(arm, i, rate, place) for i, rate in enumerate(rates) for place, arm in enumerate(self._order(round_ + i))]
+        if not self._comparison.resident:
+            order = {arm.name: place for place, arm in enumerate(self._order(round_))}
+            pairs = sorted(((arm, i, rate, order[arm.name]) for arm, i, rate, _ in pairs), key=lambda pair: (pair[3], pair[1]))
+        for arm, _, rate, place in pairs:
+            if self._turns.is_measured((arm.name, rate, round_ + 1)):
+                continue
+            workload = self._paced(rate)
+            planned = planned_at(workload, rate, self._comparison.classes, round_)
+            at = f", {rate:g}/s" if len(rates) > 1 else ""
+            await self._turns.measure(arm, workload, rate, planned, place, f"{title}{at}, {arm.name}")
+
+    def _order(self, shift: int) -> tuple[Arm, ...]:
+        """The arms, each in turn the first one."""
+        arms = self._comparison.arms
+        shift %= len(arms)
+        return arms[shift:] + arms[:shift]
+
+    def _paced(self, rate: float) -> AnyWorkload:
+        return workload_at(self._comparison, rate)
 
 
-def verdict_report(verdict: Verdict) -> VerdictReport:
-    """A verdict in result.json's form."""
-    comparisons = [ComparisonReport(**asdict(c)) for c in verdict.comparisons]
-    return VerdictReport(choose=verdict.choose, reason=verdict.reason, comparisons=comparisons)
+def planned_at(workload: AnyWorkload, rate_rps: float, classes: Sequence[SloClass], round_: int) -> tuple[PlannedRequest, ...]:
+    """One round's requests at a rate. Other rates have other prompts, so that no prefix cache knows them from there."""
+    planned = plan_round(workload, classes, workload.seed, round_)
+    return tuple(replace(request, seed=f"{request.seed}@{rate_rps:g}") for request in planned)
 
 
-def _warnings(
-    figures: Mapping[Mode, ArmFigures], reports: Mapping[Mode, Sequence[LoadReport]], environment: Mapping[str, Any]
-) -> list[str]:
-    """What a reader must know before believing the figures."""
-    found = []
-    load, cores = environment["load_before"], environment["cores"]
-    if load > BUSY_LOAD * cores:
-        found.append(f"other programs were busy on this machine before the run (load {load:g} on {cores} cores): latencies are theirs, too")
-    for arm in ARMS:
-        found += [f"round {i + 1}, {arm}: {r.warning}" for i, r in enumerate(reports[arm]) if r.warning is not None]
-        law = figures[arm].littles_law
-        if law is not None and not law.agrees:
-            found.append(
-                f"{arm}: {law.measured:.2f} requests were in flight on average, Little's law gives {law.expected:.2f}: "
-                "the sender's count and the rows disagree, so some rows are missing or wrong"
-            )
-        lost = figures[arm].sent - figures[arm].completed
-        if lost:
-            kinds = ", ".join(f"{n} x {name}" for name, n in sorted(figures[arm].errors.items()))
-            found.append(
-                f"{arm}: {lost} of {figures[arm].sent} requests did not complete ({kinds}); they count as SLO misses, not in latencies"
-            )
-    return found
+def search_rate_rps(comparison: Comparison) -> float:
+    """Where the chunk search measures: a loaded system, not one past saturation, in which only queues are seen."""
+    rates = comparison.rates or (rounded(mean_rate_rps(comparison.workload, comparison.classes)),)
+    return rates[len(rates) * 2 // 3 if len(rates) > 1 else 0]
+
+
+def workload_at(comparison: Comparison, rate_rps: float) -> AnyWorkload:
+    """The workload at a rate; as it is written where that is its own."""
+    own = rounded(mean_rate_rps(comparison.workload, comparison.classes))
+    return comparison.workload if rate_rps == own else at_rate(comparison.workload, comparison.classes, rate_rps)
+
+
+def tuned(comparison: Comparison, search: ChunkSearch) -> Comparison:
+    """The comparison with the colocated arms' chunk as the search chose it."""
+    arms = tuple(with_chunk(arm, search.chosen_tokens) if arm.kind == "colocated" else arm for arm in comparison.arms)
+    return replace(comparison, arms=arms, chunk_search=search)
+
+
+def rows_of(rows: Mapping[TurnKey, Sequence[Row]], arm: str, rate_rps: float) -> list[Row]:
+    """All rows of an arm at a rate, by round."""
+    return [row for key in sorted(rows) if key[0] == arm and key[1] == rate_rps for row in rows[key]]

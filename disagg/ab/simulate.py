@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from disagg.ab.conclude import verdict_report
 from disagg.ab.environment import describe
 from disagg.ab.result import Result, RoundReport, VerdictReport, arm_figures
 from disagg.ab.rows import Row
-from disagg.ab.run import verdict_report
 from disagg.ab.verdict import judge
 from disagg.config import SloClass, Topology
 from disagg.sim.cluster import simulate

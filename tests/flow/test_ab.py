@@ -4,159 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import io
 import json
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
-from rich.console import Console
+from ab_rig import ARMS, arms, by_round, comparison, eventually, rows_so_far, run, topology
 
-from disagg.ab.arms import ARMS, Serving
-from disagg.ab.out import OutFolder
-from disagg.ab.progress import RunProgress
+from disagg.ab.conclude import conclude
 from disagg.ab.result import arm_figures, read_result
 from disagg.ab.rows import Row, read_rows
-from disagg.ab.run import Comparison, compare, run_ab, verdict_report
-from disagg.ab.verdict import judge
+from disagg.ab.run import compare
 from disagg.ab.workload import Workload
-from disagg.client_types import ERROR_KEY
-from disagg.config import Topology, parse_topology, validated
-from disagg.errors import ConfigError, DisaggError, RejectedError, to_wire
-from disagg.pb import inference_pb2 as pb
-from disagg.pb.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+from disagg.config import validated
+from disagg.errors import ConfigError, DisaggError
 from disagg.types import Mode
-
-
-class FakeGateway(InferenceServicer):
-    """Answers with as many tokens as asked, `gap_s` apart; remembers what it was asked and when."""
-
-    def __init__(self, gap_s: float = 0.002, max_model_len: int = 4096) -> None:
-        self.gap_s = gap_s
-        self.max_model_len = max_model_len
-        self.requests: list[tuple[float, Any]] = []
-        self.fault: str | None = None
-        self.sound_requests = 0  # before the fault sets in
-        self.dies_after: int | None = None
-        self.death: asyncio.Task[None] | None = None
-        self.running = 0
-
-    async def start(self) -> str:
-        self.server = grpc.aio.server()
-        add_InferenceServicer_to_server(self, self.server)
-        port = self.server.add_insecure_port("127.0.0.1:0")
-        await self.server.start()
-        return f"127.0.0.1:{port}"
-
-    async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return pb.ModelInfo(model="fake", max_model_len=self.max_model_len, vocab_size=2000, mode="disagg", engine="fake")
-
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        self.requests.append((time.monotonic(), request))
-        if self.dies_after is not None and len(self.requests) > self.dies_after:
-            # In a task of its own: the stop cancels every call, and one that awaited it would cut it short.
-            self.death = self.death or asyncio.create_task(self.server.stop(None))
-            await asyncio.sleep(60)
-        fault = self.fault if len(self.requests) > self.sound_requests else None
-        if fault == "reject":
-            context.set_trailing_metadata(((ERROR_KEY, to_wire(RejectedError("full", retry_after_s=1.0))),))
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
-        self.running += 1
-        try:
-            count = request.sampling.max_tokens // (2 if fault == "short" else 1)
-            for i in range(count):
-                await asyncio.sleep(self.gap_s)
-                yield pb.GenerateResponse(tokens=[pb.Token(id=i)])
-            if fault == "hang":
-                await asyncio.sleep(60)
-            usage = pb.Usage(
-                prompt_tokens=len(request.token_ids.ids), output_tokens=count, prefill_worker="p", decode_worker="d", attempts=1
-            )
-            yield pb.GenerateResponse(finish_reason=pb.FINISH_REASON_LENGTH, usage=usage)
-        finally:
-            self.running -= 1
-
-
-class Arms:
-    """Two fake gateways. `restarts`: the arm that was used before goes down, as on a machine that holds one arm only."""
-
-    def __init__(self, *, restarts: bool = False) -> None:
-        self.gateways = {arm: FakeGateway() for arm in ARMS}
-        self.endpoints: dict[Mode, str] = {}
-        self.used: list[Mode] = []
-        self.restarts = restarts
-        self.life = 0
-
-    async def use(self, arm: Mode) -> Serving:
-        if not self.used or self.used[-1] != arm:
-            self.life += 1
-        self.used.append(arm)
-        return Serving(self.endpoints[arm], self.life if self.restarts else 0)
-
-    async def close(self) -> None:
-        for gateway in self.gateways.values():
-            await (gateway.death or gateway.server.stop(None))
-
-
-@asynccontextmanager
-async def arms(*, restarts: bool = False) -> AsyncIterator[Arms]:
-    source = Arms(restarts=restarts)
-    source.endpoints = {arm: await gateway.start() for arm, gateway in source.gateways.items()}
-    try:
-        yield source
-    finally:
-        await source.close()
-
-
-def topology() -> Topology:
-    classes = [{"name": "chat", "ttft_ms": 2000, "tpot_ms": 500}, {"name": "document"}]
-    return parse_topology({"model": "fake", "pools": {"prefill": {"count": 1}, "decode": {"count": 1}}, "slo_classes": classes})
-
-
-def comparison(*, rounds: int = 2, duration_s: float = 0.8, timeout_s: float = 10.0, output: int = 6, rate: float = 20) -> Comparison:
-    chat = {
-        "name": "chat",
-        "slo_class": "chat",
-        "arrivals": {"poisson_per_s": rate},
-        "input_tokens": {"uniform": [4, 9]},
-        "output_tokens": output,
-    }
-    long = {"name": "long", "slo_class": "document", "arrivals": {"every_s": 0.4, "requests": 2}, "input_tokens": 50, "output_tokens": 1}
-    raw = {"name": "flow", "duration_s": duration_s, "timeout_s": timeout_s, "streams": [chat, long]}
-    return compare(topology(), validated(Workload, raw, "flow"), resident=True, rounds=rounds, seed=3)
-
-
-def silent() -> RunProgress:
-    return RunProgress(Console(file=io.StringIO(), force_terminal=False))
-
-
-async def run(what: Comparison, source: Arms, path: Path) -> Any:
-    with silent() as progress:
-        return await asyncio.wait_for(run_ab(what, source, OutFolder(path), progress), 60)
-
-
-def by_round(rows: list[Row], arm: str, round_: int) -> list[Row]:
-    return sorted((r for r in rows if r.arm == arm and r.round == round_), key=lambda r: r.index)
-
-
-def rows_so_far(path: Path) -> list[Row]:
-    file = path / "requests.jsonl"
-    return read_rows(file) if file.exists() else []
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if holds():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("it never held")
 
 
 async def test_both_arms_get_the_same_requests_at_the_same_times(tmp_path: Path):
@@ -217,7 +81,7 @@ async def test_the_sender_is_open_loop(tmp_path: Path):
     assert figures.littles_law.agrees
     rows = read_rows(tmp_path / "requests.jsonl")
     assert all(r.sent_s >= r.due_s for r in rows)
-    assert max(r.send_late_s for r in rows) < 1.0
+    assert max(r.send_late_s for r in rows) < 5.0  # one after another, the last would leave half a minute late
 
 
 async def test_result_json_follows_from_the_rows(tmp_path: Path):
@@ -226,12 +90,12 @@ async def test_result_json_follows_from_the_rows(tmp_path: Path):
         result = await run(what, source, tmp_path)
     assert read_result(tmp_path / "result.json") == result
     rows = read_rows(tmp_path / "requests.jsonl")
-    classes = what.any_topology.slo_classes
+    classes = what.classes
     split = {arm: [r for r in rows if r.arm == arm] for arm in ARMS}
     for arm in ARMS:
         in_flight = [r.sender[arm.value]["mean_in_flight"] for r in result.rounds]
         assert arm_figures(split[arm], classes, in_flight) == result.arms[arm.value]
-    assert verdict_report(judge(split[Mode.DISAGG], split[Mode.COLOCATED], classes)) == result.verdict
+    assert conclude(split, classes)[0] == result.verdict
     assert result.environment["topologies"]["colocated"]["mode"] == "colocated"
     assert result.workload["seed"] == 3
 
@@ -305,10 +169,10 @@ async def test_an_interrupted_run_keeps_its_rows_and_cancels_the_rest(tmp_path: 
 _KILLED = """
 import asyncio, pathlib, sys
 sys.path.insert(0, {tests!r})
-import test_ab
+import ab_rig
 async def main():
-    async with test_ab.arms() as source:
-        await test_ab.run(test_ab.comparison(rounds=1, duration_s=30), source, pathlib.Path({out!r}))
+    async with ab_rig.arms() as source:
+        await ab_rig.run(ab_rig.comparison(rounds=1, duration_s=30), source, pathlib.Path({out!r}))
 asyncio.run(main())
 """
 
@@ -316,7 +180,7 @@ asyncio.run(main())
 def test_a_killed_run_keeps_what_it_measured(tmp_path: Path):
     import subprocess
 
-    script = _KILLED.format(tests=str(Path(__file__).parent), out=str(tmp_path))
+    script = _KILLED.format(tests=str(Path(__file__).parents[1]), out=str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", script]) as process:
         deadline_s = time.monotonic() + 60
         rows: list[Row] = []

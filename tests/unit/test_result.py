@@ -13,16 +13,14 @@ import pytest
 from rich.console import Console
 
 from disagg import slo
-from disagg.ab.arms import arm_topologies, can_be_resident, known_context, most_workers
+from disagg.ab.conclude import verdict_report
 from disagg.ab.out import OutFolder
 from disagg.ab.result import Result, RoundReport, arm_figures, read_result
 from disagg.ab.rows import Row, RowFile, read_rows
-from disagg.ab.run import verdict_report
 from disagg.ab.table import render
 from disagg.ab.verdict import judge
-from disagg.config import SloClass, Topology, parse_topology
+from disagg.config import SloClass
 from disagg.errors import ConfigError
-from disagg.types import Mode
 
 CLASSES = (SloClass(name="chat", ttft_ms=500, tpot_ms=60), SloClass(name="document"))
 
@@ -293,60 +291,6 @@ def test_an_out_folder_that_cannot_be_written(tmp_path: Path):
     for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
         with pytest.raises(ConfigError, match=r"--out.*cannot be written"):
             OutFolder(path)
-
-
-def topology(**pools: dict) -> Topology:
-    raw = {"prefill": {"count": 1}, "decode": {"count": 1}, **pools}
-    return parse_topology({"model": "m", "pools": raw, "gateway": {"port": 8500}, "kv": {"port": 7000}})
-
-
-def test_arms_have_the_same_hardware_and_their_own_ports():
-    arms = arm_topologies(topology(prefill={"count": 2}, colocated={"count": 3, "args": {"max_num_batched_tokens": 256}}))
-    assert [arms[m].mode for m in (Mode.DISAGG, Mode.COLOCATED)] == ["disagg", "colocated"]
-    assert len({a.name for a in arms.values()}) == 2
-    assert all(a.gateway.port == 0 and a.kv.port == 0 for a in arms.values())
-    assert arms[Mode.COLOCATED].pools.colocated is not None
-    assert (most_workers(arms[Mode.DISAGG]), most_workers(arms[Mode.COLOCATED])) == (2, 3)
-    assert can_be_resident(arms)
-    gpus = {"count": 1, "gpus": 1}
-    assert not can_be_resident(arm_topologies(topology(prefill=gpus, decode=gpus)))
-
-
-@pytest.mark.parametrize(
-    ("pools", "key"),
-    [
-        ({"colocated": {"count": 3}}, "pools.colocated.count"),
-        ({"colocated": {"count": 2, "cores": 2}}, "pools.colocated.cores"),
-        ({"colocated": {"count": 2, "gpus": 1}}, "pools.colocated.gpus"),
-    ],
-)
-def test_unequal_hardware_is_refused(pools: dict, key: str):
-    with pytest.raises(ConfigError, match="as many as prefill and decode have together") as caught:
-        arm_topologies(topology(**pools))
-    assert caught.value.key == key
-
-
-def test_the_colocated_chunk_is_a_setting():
-    base = topology(prefill={"count": 1, "args": {"max_num_batched_tokens": 512}})
-    arms = arm_topologies(base, colocated_chunk=128)
-    assert [p.args.get("max_num_batched_tokens") for p in arms[Mode.COLOCATED].active_pools().values()] == [128]
-    assert [p.args.get("max_num_batched_tokens") for p in arms[Mode.DISAGG].active_pools().values()] == [512, None]
-    with pytest.raises(ConfigError, match="--colocated-chunk"):
-        arm_topologies(base, colocated_chunk=0)
-    simulated = parse_topology({"model": "m", "engine": {"kind": "simulated"}, "pools": {"prefill": {"count": 1}, "decode": {"count": 1}}})
-    (pool,) = arm_topologies(simulated, colocated_chunk=128)[Mode.COLOCATED].active_pools().values()
-    assert pool.simulated["max_num_batched_tokens"] == 128
-
-
-def test_the_context_is_known_early_where_the_topology_names_it():
-    assert known_context(arm_topologies(topology())) is None
-    assert known_context(arm_topologies(topology(decode={"count": 1, "args": {"max_model_len": 4096}}))) == 4096
-
-
-def test_an_ab_needs_both_pools():
-    only = parse_topology({"model": "m", "mode": "colocated", "pools": {"colocated": {"count": 2}}})
-    with pytest.raises(ConfigError, match=r"pools\.prefill"):
-        arm_topologies(only)
 
 
 def test_percentiles_of_the_result_are_those_of_slo():

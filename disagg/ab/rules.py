@@ -1,0 +1,116 @@
+"""When a point has been measured often enough, whether the warm-up was, and which rates to measure. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+from disagg.ab.result import WarmUpReport, row_meets
+from disagg.ab.rows import Row
+from disagg.config import SloClass
+
+Z95 = 1.96
+NARROW = 0.05  # half-width of an attainment difference's interval at which more rounds say nothing new
+WARM_UP_TOLERANCE = 1.25  # first window by later ones; below it, noise of a shared machine explains it
+_LEAST_IN_WINDOW = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRule:
+    """Rounds per point: at least `least`; then until each difference in attainment is known to `NARROW`, or is surely none of chance; at
+    most `most`."""
+
+    least: int
+    most: int
+
+    def stopped(self, rounds: int, rows: Mapping[str, Sequence[Row]], classes: Sequence[SloClass]) -> str | None:
+        """Why `rounds` rounds are enough, None when they are not. `rows`: of the point, by arm."""
+        if rounds < self.least:
+            return None
+        if rounds >= self.most:
+            return f"{rounds} rounds, the most" if self.most > self.least else f"{rounds} rounds, as asked"
+        open_ = [pair for pair in itertools.combinations(rows, 2) if not _is_decided(rows[pair[0]], rows[pair[1]], classes)]
+        return None if open_ else f"after {rounds} rounds every difference in attainment is known to {NARROW:.0%} or clear"
+
+
+def _is_decided(first: Sequence[Row], second: Sequence[Row], classes: Sequence[SloClass]) -> bool:
+    """Whether the paired difference in attainment has a narrow interval, or one that leaves out zero."""
+    by_name = {c.name: c for c in classes}
+    other = {(row.round, row.index): row for row in second if row.is_judged}
+    differences = [
+        float(row_meets(row, by_name[row.slo_class])) - float(row_meets(pair, by_name[pair.slo_class]))
+        for row in first
+        if row.is_judged and (pair := other.get((row.round, row.index))) is not None
+    ]
+    if len(differences) < 2:
+        return False
+    # One imaginary pair on either side: without any difference seen, the interval is narrow, not nothing.
+    mean = statistics.fmean(differences)
+    half = Z95 * math.sqrt(statistics.pvariance([*differences, 1.0, -1.0]) / len(differences))
+    return half <= NARROW or abs(mean) > half
+
+
+def warm_up_report(requests: int, rounds: Sequence[Sequence[Row]]) -> WarmUpReport:
+    """Whether an arm was warm when it was first measured. `rounds`: its rows at one rate, in the order in which they were measured.
+
+    The first third of the first round against the same third of later rounds, which had the same load before them; with one round only,
+    against the rest of it.
+    """
+    first = _tpots(rounds[0], 0, 1 / 3) if rounds else []
+    later = [x for rows in rounds[1:] for x in _tpots(rows, 0, 1 / 3)] if len(rounds) > 1 else _tpots(rounds[0], 1 / 3, 1) if rounds else []
+    if min(len(first), len(later)) < _LEAST_IN_WINDOW:
+        return WarmUpReport(requests=requests, first_tpot_s=None, later_tpot_s=None, ratio=None, enough=True)
+    one, other = statistics.median(first), statistics.median(later)
+    ratio = one / other if other > 0 else None
+    return WarmUpReport(
+        requests=requests, first_tpot_s=one, later_tpot_s=other, ratio=ratio, enough=ratio is None or ratio <= WARM_UP_TOLERANCE
+    )
+
+
+def _tpots(rows: Sequence[Row], begin: float, end: float) -> list[float]:
+    """TPOTs of the whole answers that were due in that part of their round."""
+    last_s = max((row.due_s for row in rows), default=0.0)
+    return [x for row in rows if row.is_whole and begin * last_s <= row.due_s <= end * last_s and (x := row.tpot_s) is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class RangeSearch:
+    """How rates are found from light to past saturation: bisection on the best arm's attainment, then `points` rates around its end."""
+
+    level: float = 0.9
+    points: int = 5
+    most_probes: int = 8
+    resolution: float = 1.25
+
+    def rates(self, start_rps: float) -> Generator[float, float, tuple[float, ...]]:
+        """Yields a rate to probe and wants the best arm's attainment at it; returns the rates to measure, ascending.
+
+        search = RangeSearch().rates(0.5)
+        rate = next(search);  rate = search.send(attainment) ...  until StopIteration
+        """
+        low: float | None = None
+        high: float | None = None
+        rate = start_rps
+        for _ in range(self.most_probes):
+            if (yield rounded(rate)) >= self.level:
+                low = rate
+                rate = rate * 2 if high is None else math.sqrt(low * high)
+            else:
+                high = rate
+                rate = rate / 2 if low is None else math.sqrt(low * high)
+            if low is not None and high is not None and high / low <= self.resolution:
+                break
+        saturation = math.sqrt(low * high) if low is not None and high is not None else low or high or start_rps
+        return tuple(rounded(saturation * share) for share in self.shares())
+
+    def shares(self) -> list[float]:
+        """Shares of the saturation rate that are measured: from light to past it."""
+        return [0.3 + (1.25 - 0.3) * i / max(1, self.points - 1) for i in range(self.points)]
+
+
+def rounded(rate_rps: float) -> float:
+    """A rate with three significant digits: it is a name in files, too."""
+    return float(f"{rate_rps:.3g}")

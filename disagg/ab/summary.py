@@ -1,0 +1,126 @@
+"""From what a run has measured to its result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from disagg.ab.arms import setup_of
+from disagg.ab.conclude import conclude
+from disagg.ab.journal import Turn, TurnKey
+from disagg.ab.result import ArmFigures, PointReport, RepeatedRound, Result, RoundReport, WarmUpReport, arm_figures
+from disagg.ab.rules import warm_up_report
+from disagg.ab.turns import Turns, load_report, sender_faults
+
+if TYPE_CHECKING:
+    from disagg.ab.run import Comparison
+
+BUSY_LOAD = 0.5  # load average per core from which other programs blur the figures
+
+
+def result_of(
+    comparison: Comparison, turns: Turns, environment: dict[str, Any], probes: Sequence[float], stopped: Mapping[float, str]
+) -> Result:
+    """The whole of result.json."""
+    names = [arm.name for arm in comparison.arms]
+    points = [
+        _point(comparison, turns, rate, stopped.get(rate, "a probe of the range: one round"), rate not in stopped)
+        for rate in sorted({*stopped, *probes})
+    ]
+    by_arm = {name: [row for key in sorted(turns.rows) if key[0] == name for row in turns.rows[key]] for name in names}
+    verdict, reference_rps = conclude(by_arm, comparison.classes)
+    reference = next(point for point in points if point.rate_rps == reference_rps)
+    faults = sender_faults(turns.journal.counted)
+    return Result(
+        schema=2,
+        workload={**comparison.workload.model_dump(mode="json", exclude_none=True), "rounds": len(reference.rounds)},
+        environment=environment,
+        setups={arm.name: setup_of(arm) for arm in comparison.arms},
+        points=points,
+        rate_rps=reference_rps,
+        rounds=reference.rounds,
+        arms=reference.arms,
+        chunk_search=comparison.chunk_search,
+        warm_up=_warm_ups(comparison, turns),
+        repeated=[
+            RepeatedRound(arm=t.arm, rate_rps=t.rate_rps, round=t.round, requests=t.requests, reason=t.trouble or "")
+            for t in turns.repeated
+        ],
+        verdict=verdict,
+        warnings=_warnings(comparison, turns, points, environment),
+        not_a_result=f"{faults[0]}; the requests were not sent as the workload wanted them" if faults else None,
+    )
+
+
+def _point(comparison: Comparison, turns: Turns, rate: float, stopped: str, probe: bool) -> PointReport:
+    counted = {key: turn for key, turn in turns.journal.counted.items() if key[1] == rate}
+    rounds = sorted({key[2] for key in counted})
+    return PointReport(
+        rate_rps=rate,
+        probe=probe,
+        rounds=[_round(number, [turn for turn in counted.values() if turn.round == number]) for number in rounds],
+        arms={
+            arm.name: arm_figures(
+                [row for number in rounds for row in turns.rows[(arm.name, rate, number)]],
+                comparison.classes,
+                [turns.report((arm.name, rate, number))["mean_in_flight"] for number in rounds],
+            )
+            for arm in comparison.arms
+        },
+        stopped=stopped,
+    )
+
+
+def _round(number: int, turns: Sequence[Turn]) -> RoundReport:
+    ordered = sorted(turns, key=lambda turn: turn.place)
+    return RoundReport(round=number, order=[t.arm for t in ordered], sender={t.arm: t.sender for t in ordered})
+
+
+def _warm_ups(comparison: Comparison, turns: Turns) -> dict[str, WarmUpReport]:
+    """Of each arm, at the rate that it was measured at first."""
+    found = {}
+    for arm in comparison.arms:
+        rate = next((turn.rate_rps for turn in turns.journal.turns if turn.counts and turn.arm == arm.name), None)
+        rounds = [turns.rows[key] for key in sorted(turns.rows) if key[0] == arm.name and key[1] == rate]
+        found[arm.name] = warm_up_report(turns.warm_up_requests.get(arm.name, 0), rounds)
+    return found
+
+
+def _warnings(comparison: Comparison, turns: Turns, points: Sequence[PointReport], environment: Mapping[str, Any]) -> list[str]:
+    """What a reader must know before believing the figures."""
+    found = []
+    load, cores = environment["load_before"], environment["cores"]
+    if load > BUSY_LOAD * cores:
+        found.append(f"other programs were busy on this machine before the run (load {load:g} on {cores} cores): latencies are theirs, too")
+    several = len(points) > 1
+    counted: Mapping[TurnKey, Turn] = turns.journal.counted
+    for turn in counted.values():
+        where = f"round {turn.round}, {turn.arm}" + (f", {turn.rate_rps:g}/s" if several else "")
+        if turn.trouble is not None:
+            found.append(f"{where}: {turn.trouble} in every try; it counts as it was")
+        report = load_report(turn.sender)
+        if (said := report.fault or report.warning) is not None:
+            found.append(f"{where}: {said}")
+    found += [f"round {t.round}, {t.arm}, {t.rate_rps:g}/s was measured again: {t.trouble}" for t in turns.repeated]
+    for arm, warm in _warm_ups(comparison, turns).items():
+        if not warm.enough and warm.ratio is not None:
+            found.append(f"{arm}: the first requests took {warm.ratio:.2f} times as long per token as later ones: it was not warm")
+    for point in points:
+        at = f" at {point.rate_rps:g}/s" if several else ""
+        found += [line for name, figures in point.arms.items() for line in _arm_warnings(f"{name}{at}", figures)]
+    return found
+
+
+def _arm_warnings(name: str, figures: ArmFigures) -> list[str]:
+    found = []
+    law = figures.littles_law
+    if law is not None and not law.agrees:
+        found.append(
+            f"{name}: {law.measured:.2f} requests were in flight on average, Little's law gives {law.expected:.2f}: "
+            "the sender's count and the rows disagree, so some rows are missing or wrong"
+        )
+    lost = figures.rejected + figures.failed
+    if lost:
+        kinds = ", ".join(f"{n} x {kind}" for kind, n in sorted(figures.errors.items()))
+        found.append(f"{name}: {lost} of {figures.sent} requests did not complete ({kinds}); they count as SLO misses, not in latencies")
+    return found
