@@ -42,6 +42,7 @@ class FakeGateway(InferenceServicer):
         self.dies_after: int | None = None
         self.death: asyncio.Task[None] | None = None
         self.running = 0
+        self.slots: asyncio.Semaphore | None = None  # how many it answers at a time
 
     async def start(self) -> str:
         self.server = grpc.aio.server()
@@ -64,6 +65,8 @@ class FakeGateway(InferenceServicer):
             context.set_trailing_metadata(((ERROR_KEY, to_wire(RejectedError("full", retry_after_s=1.0))),))
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
         self.running += 1
+        if self.slots is not None:
+            await self.slots.acquire()
         try:
             count = request.sampling.max_tokens // (2 if fault == "short" else 1)
             for i in range(count):
@@ -77,6 +80,8 @@ class FakeGateway(InferenceServicer):
             yield pb.GenerateResponse(finish_reason=pb.FINISH_REASON_LENGTH, usage=usage)
         finally:
             self.running -= 1
+            if self.slots is not None:
+                self.slots.release()
 
 
 class Arms:

@@ -38,7 +38,7 @@ def describe(arms: Mapping[str, Topology], *, resident: bool) -> dict[str, Any]:
         "load_before": round(os.getloadavg()[0], 2),
         "gpus": _gpus(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
-        "model": next(iter(arms.values())).model,
+        "model": next((topology.model for topology in arms.values()), None),
         "resident": resident,
         "topologies": {arm: topology.model_dump(mode="json") for arm, topology in arms.items()},
     }

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from ab_rig import ARMS, arms, by_round, comparison, eventually, rows_so_far, run, topology
 
 from disagg.ab.conclude import conclude
 from disagg.ab.result import arm_figures, read_result
@@ -21,6 +20,7 @@ from disagg.ab.workload import Workload
 from disagg.config import validated
 from disagg.errors import ConfigError, DisaggError
 from disagg.types import Mode
+from tests.ab_rig import ARMS, arms, by_round, comparison, eventually, rows_so_far, run, topology
 
 
 async def test_both_arms_get_the_same_requests_at_the_same_times(tmp_path: Path):
@@ -169,7 +169,7 @@ async def test_an_interrupted_run_keeps_its_rows_and_cancels_the_rest(tmp_path: 
 _KILLED = """
 import asyncio, pathlib, sys
 sys.path.insert(0, {tests!r})
-import ab_rig
+from tests import ab_rig
 async def main():
     async with ab_rig.arms() as source:
         await ab_rig.run(ab_rig.comparison(rounds=1, duration_s=30), source, pathlib.Path({out!r}))
@@ -180,7 +180,7 @@ asyncio.run(main())
 def test_a_killed_run_keeps_what_it_measured(tmp_path: Path):
     import subprocess
 
-    script = _KILLED.format(tests=str(Path(__file__).parents[1]), out=str(tmp_path))
+    script = _KILLED.format(tests=str(Path(__file__).parents[2]), out=str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", script]) as process:
         deadline_s = time.monotonic() + 60
         rows: list[Row] = []

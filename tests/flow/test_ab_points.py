@@ -1,0 +1,301 @@
+"""The A/B over several rates and any arms: what is measured again, what is kept, what is found, and servers that are not ours."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from rich.console import Console
+
+from disagg.ab.arms import Arm, Serving
+from disagg.ab.out import OutFolder
+from disagg.ab.progress import RunProgress
+from disagg.ab.result import Result, read_result
+from disagg.ab.rows import read_rows
+from disagg.ab.rules import RangeSearch, RoundRule
+from disagg.ab.run import Comparison, run_ab
+from disagg.errors import ConfigError, DiskError
+from tests.ab_rig import Arms, arms, comparison, eventually, rows_so_far, run, silent
+
+
+def at_rates(*rates: float, rounds: int = 1, duration_s: float = 0.5) -> Comparison:
+    return replace(comparison(duration_s=duration_s), rates=rates, rounds=RoundRule(rounds, rounds))
+
+
+async def test_each_rate_is_a_point_with_its_own_requests_and_prompts(tmp_path: Path):
+    async with arms() as source:
+        result: Result = await run(at_rates(10, 40, rounds=2), source, tmp_path)
+    assert [p.rate_rps for p in result.points] == [10, 40]
+    few, many = (p.arms["disagg"].sent for p in result.points)
+    assert many > 2 * few
+    rows = read_rows(tmp_path / "requests.jsonl")
+    assert sorted({(r.rate_rps, r.round, r.arm) for r in rows}) == [
+        (rate, number, arm) for rate in (10, 40) for number in (1, 2) for arm in ("colocated", "disagg")
+    ]
+    digests = [r.prompt_digest for r in rows if r.arm == "disagg"]
+    assert len(set(digests)) == len(digests)
+    assert result.rate_rps in (10, 40)
+    assert result.setups["disagg"].prefill == 1
+    assert {p.stopped for p in result.points} == {"2 rounds, as asked"}
+
+
+async def test_a_resumed_run_measures_only_what_is_missing(tmp_path: Path):
+    what = at_rates(10, 20, rounds=2, duration_s=0.6)
+    async with arms() as source:
+        task = asyncio.create_task(run(what, source, tmp_path))
+        # Three turns are behind it, and rows of a fourth one are there, which will be cut off.
+        await eventually(lambda: len({(r.arm, r.rate_rps, r.round) for r in rows_so_far(tmp_path)}) == 4)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    with (tmp_path / "requests.jsonl").open("a") as file:
+        file.write('{"arm":"disagg","rou')  # as a kill -9 leaves it
+    async with arms() as source:
+        with silent() as progress:
+            result = await run_ab(what, source, OutFolder(tmp_path, resume=True), progress, resume=True)
+        sent = sum(len(gateway.requests) for gateway in source.gateways.values())
+    whole = await whole_run(what, tmp_path / "whole")
+    rows = read_rows(tmp_path / "requests.jsonl")
+    assert sent < sum(p.arms[a].sent for p in result.points for a in p.arms)
+    assert {(r.arm, r.rate_rps, r.round, r.index) for r in rows} == {(r.arm, r.rate_rps, r.round, r.index) for r in whole}
+    assert len(rows) == len(whole)
+    assert [r.reason for r in result.repeated] == ["the run was interrupted"]
+    assert len(read_rows(tmp_path / "requests-void.jsonl")) == result.repeated[0].requests
+
+
+async def whole_run(what: Comparison, path: Path) -> list[Any]:
+    async with arms() as source:
+        await run(what, source, path)
+    return read_rows(path / "requests.jsonl")
+
+
+async def test_a_resumed_run_must_be_the_same_comparison(tmp_path: Path):
+    async with arms() as source:
+        await run(at_rates(10), source, tmp_path)
+        other = replace(at_rates(10), workload=comparison(output=7).workload)
+        with silent() as progress, pytest.raises(ConfigError, match=r"workload\..*another comparison needs another folder"):
+            await run_ab(other, source, OutFolder(tmp_path, resume=True), progress, resume=True)
+
+
+class DyingArms(Arms):
+    """One of the disagg arm's workers is started anew during some of its turns."""
+
+    def __init__(self, deaths: int) -> None:
+        super().__init__()
+        self.deaths = deaths
+        self.epoch = 0
+        self.looks = 0
+
+    async def lives(self, arm: str) -> dict[str, str]:
+        if arm == "disagg":
+            self.looks += 1
+            if self.looks % 2 == 0 and self.epoch < self.deaths:
+                self.epoch += 1
+        return {"prefill-0": "a", "decode-0": str(self.epoch)}
+
+
+@pytest.mark.parametrize(("deaths", "tries"), [(1, 2), (9, 3)])
+async def test_a_turn_in_which_a_worker_died_is_measured_again_and_said(tmp_path: Path, deaths: int, tries: int):
+    source = DyingArms(deaths)
+    source.endpoints = {arm: await gateway.start() for arm, gateway in source.gateways.items()}
+    try:
+        result: Result = await run(at_rates(10), source, tmp_path)
+    finally:
+        await source.close()
+    rows = [r for r in read_rows(tmp_path / "requests.jsonl") if r.arm == "disagg"]
+    assert len(result.repeated) == tries - 1
+    assert {(r.arm, r.reason) for r in result.repeated} == {("disagg", "decode-0 died")}
+    assert len(rows) == result.arms["disagg"].sent == len({r.index for r in rows})
+    assert len(read_rows(tmp_path / "requests-void.jsonl")) == (tries - 1) * len(rows)
+    assert any("was measured again: decode-0 died" in w for w in result.warnings)
+    assert any("it counts as it was" in w for w in result.warnings) == (tries == 3)
+
+
+async def test_the_range_is_found_by_bisection_and_reaches_past_saturation(tmp_path: Path):
+    what = replace(at_rates(duration_s=0.5), rates=(), search=RangeSearch(points=2, most_probes=4, resolution=2.0))
+    what = replace(what, classes=tuple(c.model_copy(update={"ttft_ms": 300}) for c in what.classes))
+    async with arms() as source:
+        for gateway in source.gateways.values():
+            gateway.gap_s, gateway.slots = 0.02, asyncio.Semaphore(4)  # about 30 requests/s
+        result: Result = await run(what, source, tmp_path)
+    probes = [p for p in result.points if p.probe]
+    points = [p for p in result.points if not p.probe]
+    assert len(points) == 2
+    assert len(probes) >= 2
+    assert min(p.rate_rps for p in probes) < points[-1].rate_rps < max(p.rate_rps for p in probes)
+
+
+async def test_a_sender_that_falls_behind_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import time
+
+    from disagg.ab.workload import PlannedRequest
+
+    made = PlannedRequest.prompt_ids
+
+    def slow(self: PlannedRequest, vocab_size: int) -> tuple[int, ...]:
+        time.sleep(0.03 if self.round >= 0 else 0)
+        return made(self, vocab_size)
+
+    monkeypatch.setattr(PlannedRequest, "prompt_ids", slow)
+    async with arms() as source:
+        result: Result = await run(at_rates(100), source, tmp_path)
+    assert "fell behind" in (result.not_a_result or "")
+    assert any("fell behind" in w for w in result.warnings)
+    rows = [r for r in read_rows(tmp_path / "requests.jsonl") if r.arm == "disagg"]
+    assert len(rows) == result.arms["disagg"].sent  # late, not skipped
+    assert max(r.send_late_s for r in rows) > 0.1
+    assert read_result(tmp_path / "result.json").not_a_result == result.not_a_result
+
+
+async def test_a_full_disk_is_an_error_of_its_own_and_what_was_measured_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from disagg.ab import rows as module
+
+    real, count = module.json.dumps, 0
+
+    def full(value: Any, **options: Any) -> str:
+        nonlocal count
+        if isinstance(value, dict) and "token_s" in value:
+            count += 1
+            if count > 5:
+                raise OSError(28, "No space left on device")
+        return real(value, **options)
+
+    monkeypatch.setattr(module.json, "dumps", full)
+    async with arms() as source:
+        with pytest.raises(DiskError, match=r"No space left on device; the rows before this one are kept"):
+            await run(at_rates(20), source, tmp_path)
+        assert all(gateway.running == 0 for gateway in source.gateways.values())
+    assert len(read_rows(tmp_path / "requests.jsonl")) == 5
+
+
+# ---- servers that are not ours
+
+
+class OpenAiServer:
+    """OpenAI's completions: as many tokens as asked, `tokens_a_message` at a time. `fault`: what goes wrong, after the warm-up."""
+
+    def __init__(self, fault: str | None = None, tokens_a_message: int = 1, *, names_ids: bool = True) -> None:
+        self.fault = fault
+        self.tokens_a_message = tokens_a_message
+        self.names_ids = names_ids
+        self.bodies: list[dict[str, Any]] = []
+        self.sound_requests = 8
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "a-model", "max_model_len": 4096}]})
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        fault = self.fault if len(self.bodies) > self.sound_requests else None
+        if fault == "busy":
+            return web.json_response({"error": "full"}, status=503, headers={"Retry-After": "2"})
+        if fault == "broken":
+            return web.Response(status=500, text="it broke")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        left = body["max_tokens"]
+        while left:
+            count = min(left, self.tokens_a_message)
+            left -= count
+            ids = {"token_ids": [7] * count} if self.names_ids else {}
+            choice = {"text": "x" * count, "finish_reason": None if left else "length", **ids}
+            await send(response, {"choices": [choice]})
+            await asyncio.sleep(0.002)
+            if fault == "cut":
+                return response
+            if fault == "garbage":
+                await response.write(b"data: {not json\n\n")
+        await send(response, {"choices": [], "usage": {"completion_tokens": body["max_tokens"], "prompt_tokens": len(body["prompt"])}})
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+async def send(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+
+@asynccontextmanager
+async def serving(server: OpenAiServer) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_get("/v1/models", server.models)
+    app.router.add_post("/v1/completions", server.completions)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
+
+
+class WithExternal(Arms):
+    """The colocated gateway, and a server elsewhere."""
+
+    url = ""
+
+    async def use(self, arm: str) -> Serving:
+        return Serving(self.url, 0) if arm.startswith("external") else await super().use(arm)
+
+
+async def run_with(server: OpenAiServer, path: Path) -> Result:
+    source = WithExternal()
+    source.endpoints = {arm: await gateway.start() for arm, gateway in source.gateways.items()}
+    async with serving(server) as source.url:
+        what = at_rates(20, duration_s=0.8)
+        colocated = next(arm for arm in what.arms if arm.name == "colocated")
+        try:
+            return await run(replace(what, arms=(colocated, Arm("external", "external", url=source.url))), source, path)
+        finally:
+            await source.close()
+
+
+@pytest.mark.parametrize(("tokens", "names_ids"), [(1, True), (3, True), (1, False), (3, False)])
+async def test_an_external_server_gets_the_same_prompts_and_its_tokens_are_counted(tmp_path: Path, tokens: int, names_ids: bool):
+    server = OpenAiServer(tokens_a_message=tokens, names_ids=names_ids)
+    result = await run_with(server, tmp_path)
+    external, ours = result.arms["external"], result.arms["colocated"]
+    assert external.completed == external.sent == ours.sent > 5
+    rows = read_rows(tmp_path / "requests.jsonl")
+    prompts = {arm: {r.index: r.prompt_digest for r in rows if r.arm == arm} for arm in ("external", "colocated")}
+    assert prompts["external"] == prompts["colocated"]
+    assert all(r.output_tokens == r.max_output_tokens for r in rows)
+    assert result.setups["external"].url is not None
+    body = server.bodies[-1]
+    assert (body["stream"], body["stream_options"], body["ignore_eos"], body["model"]) == (True, {"include_usage": True}, True, "a-model")
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome", "error"),
+    [
+        ("busy", "rejected", "RejectedError"),
+        ("broken", "failed", "EngineError"),
+        ("cut", "failed", "EngineError"),
+        ("garbage", "failed", "EngineError"),
+    ],
+)
+async def test_an_external_servers_errors_are_classified_and_never_latencies(tmp_path: Path, fault: str, outcome: str, error: str):
+    result = await run_with(OpenAiServer(fault), tmp_path)
+    external = result.arms["external"]
+    assert external.sent == getattr(external, outcome) + external.completed
+    assert getattr(external, outcome) > 0
+    assert set(external.errors) == {error}
+    assert external.ttft_s.count == external.completed
+    assert result.arms["colocated"].completed == result.arms["colocated"].sent
+
+
+async def test_an_external_url_where_nothing_answers_is_refused_at_the_start(tmp_path: Path):
+    what = at_rates(10)
+    source = WithExternal()
+    source.url = "http://127.0.0.1:9/v1"
+    with RunProgress(Console(file=io.StringIO())) as progress, pytest.raises(ConfigError, match="that is up"):
+        await run_ab(replace(what, arms=(Arm("external", "external", url=source.url),)), source, OutFolder(tmp_path), progress)
