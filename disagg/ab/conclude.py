@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from disagg.ab.result import ComparisonReport, VerdictReport, arm_figures
 from disagg.ab.rows import Row
-from disagg.ab.verdict import Verdict, judge
+from disagg.ab.verdict import Verdict, judge_all
 from disagg.config import SloClass
 
 LEVEL = 0.9
@@ -16,17 +16,13 @@ LEVEL = 0.9
 def conclude(rows: Mapping[str, Sequence[Row]], classes: Sequence[SloClass]) -> tuple[VerdictReport, float]:
     """The verdict, and the rate it is about: the highest one at which an arm keeps 90 % inside their class, else the lowest.
 
-    Arms are compared pairwise with `colocated`, or else the first one. `rows`: by arm, of all rates.
+    `rows`: by arm, of all rates.
     """
     rates = sorted({row.rate_rps or 0.0 for own in rows.values() for row in own})
     at = {rate: {name: [r for r in own if (r.rate_rps or 0.0) == rate] for name, own in rows.items()} for rate in rates}
     kept = [rate for rate in rates if any((arm_figures(own, classes, None).slo_attainment or 0) >= LEVEL for own in at[rate].values())]
     rate = kept[-1] if kept else rates[0]
-    baseline = "colocated" if "colocated" in rows else next(iter(rows))
-    verdicts = [judge(at[rate][name], at[rate][baseline], classes, (name, baseline)) for name in rows if name != baseline]
-    winners = [v for v in verdicts if v.choose not in ("either", baseline)]
-    best = winners[0] if winners else next((v for v in verdicts if v.choose == baseline), verdicts[0])
-    return verdict_report(best, rate), rate
+    return verdict_report(judge_all(at[rate], classes), rate), rate
 
 
 def verdict_report(verdict: Verdict, rate_rps: float | None = None) -> VerdictReport:

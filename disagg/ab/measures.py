@@ -65,7 +65,7 @@ def attainment(classes: Mapping[str, SloClass], slo_class: str | None = None) ->
     """Share of sent requests inside their class; where no class has a target, the share that completed."""
 
     def met(row: Row) -> Sequence[float]:
-        return (float(row_meets(row, classes[row.slo_class])),)
+        return (float(row_meets(row, classes[row.slo_class])),) if row.is_judged else ()
 
     targeted = any(c.ttft_s is not None or c.tpot_s is not None for c in classes.values())
     name = "SLO attainment" if targeted else "share completed"

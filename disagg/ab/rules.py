@@ -8,7 +8,8 @@ import statistics
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
-from disagg.ab.result import WarmUpReport, row_meets
+from disagg.ab.measures import row_meets
+from disagg.ab.result import WarmUpReport
 from disagg.ab.rows import Row
 from disagg.config import SloClass
 
