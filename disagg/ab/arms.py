@@ -193,8 +193,9 @@ def _worker_gib(topology: Topology, role: Role) -> float:
 
 
 def most_workers(topology: Topology) -> int:
-    """Size of the largest pool of an arm."""
-    return max(pool.count for pool in topology.active_pools().values())
+    """How many workers may get a prompt: the largest pool's, in adaptive mode all."""
+    counts = [pool.count for pool in topology.active_pools().values()]
+    return sum(counts) if Mode(topology.mode) is Mode.ADAPTIVE else max(counts)
 
 
 def known_context(topologies: Mapping[str, Topology]) -> int | None:

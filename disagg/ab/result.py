@@ -176,14 +176,14 @@ class WarmUpReport(_Strict):
     """Whether the warm-up was enough: median TPOT of the first third of an arm's first round, and of the same third of later rounds (with
     one round, of its other two thirds).
 
-    `requests`: of the warm-up. `ratio`: first by later, null where the samples are too few. `enough`: it is not above what noise explains.
+    `requests`: of the warm-up. `ratio`: first by later. `enough`: it is not above what noise explains. Null where the samples are too few.
     """
 
     requests: int
     first_tpot_s: float | None
     later_tpot_s: float | None
     ratio: float | None
-    enough: bool
+    enough: bool | None
 
 
 class RepeatedRound(_Strict):

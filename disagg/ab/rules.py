@@ -63,11 +63,11 @@ def warm_up_report(requests: int, rounds: Sequence[Sequence[Row]]) -> WarmUpRepo
     first = _tpots(rounds[0], 0, 1 / 3) if rounds else []
     later = [x for rows in rounds[1:] for x in _tpots(rows, 0, 1 / 3)] if len(rounds) > 1 else _tpots(rounds[0], 1 / 3, 1) if rounds else []
     if min(len(first), len(later)) < _LEAST_IN_WINDOW:
-        return WarmUpReport(requests=requests, first_tpot_s=None, later_tpot_s=None, ratio=None, enough=True)
+        return WarmUpReport(requests=requests, first_tpot_s=None, later_tpot_s=None, ratio=None, enough=None)
     one, other = statistics.median(first), statistics.median(later)
     ratio = one / other if other > 0 else None
     return WarmUpReport(
-        requests=requests, first_tpot_s=one, later_tpot_s=other, ratio=ratio, enough=ratio is None or ratio <= WARM_UP_TOLERANCE
+        requests=requests, first_tpot_s=one, later_tpot_s=other, ratio=ratio, enough=None if ratio is None else ratio <= WARM_UP_TOLERANCE
     )
 
 

@@ -98,17 +98,27 @@ def _warnings(comparison: Comparison, turns: Turns, points: Sequence[PointReport
         where = f"round {turn.round}, {turn.arm}" + (f", {turn.rate_rps:g}/s" if several else "")
         if turn.trouble is not None:
             found.append(f"{where}: {turn.trouble} in every try; it counts as it was")
-        report = load_report(turn.sender)
-        if (said := report.fault or report.warning) is not None:
-            found.append(f"{where}: {said}")
+        if (fault := load_report(turn.sender).fault) is not None:
+            found.append(f"{where}: {fault}")
+    found += _lags(list(counted.values()))
     found += [f"round {t.round}, {t.arm}, {t.rate_rps:g}/s was measured again: {t.trouble}" for t in turns.repeated]
     for arm, warm in _warm_ups(comparison, turns).items():
-        if not warm.enough and warm.ratio is not None:
-            found.append(f"{arm}: the first requests took {warm.ratio:.2f} times as long per token as later ones: it was not warm")
+        if warm.enough is False:
+            found.append(f"{arm}: the first requests took {warm.ratio or 0:.2f} times as long per token as later ones: it was not warm")
     for point in points:
         at = f" at {point.rate_rps:g}/s" if several else ""
         found += [line for name, figures in point.arms.items() for line in _arm_warnings(f"{name}{at}", figures)]
     return found
+
+
+def _lags(turns: Sequence[Turn]) -> list[str]:
+    """Where the sender lagged by little: one sentence for all turns, with the worst of them."""
+    lagging = [turn for turn in turns if (report := load_report(turn.sender)).warning is not None and report.fault is None]
+    if not lagging:
+        return []
+    worst = max(lagging, key=lambda turn: max(turn.sender["late_share"], turn.sender["loop_late_share"]))
+    said = load_report(worst.sender).warning
+    return [f"{said} (round {worst.round}, {worst.arm}; the worst of {len(lagging)} such turns of {len(turns)})"]
 
 
 def _arm_warnings(name: str, figures: ArmFigures) -> list[str]:

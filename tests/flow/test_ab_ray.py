@@ -28,13 +28,13 @@ TOPOLOGY = {
 }
 
 
-def command(folder: Path, duration_s: float) -> list[str]:
+def command(folder: Path, duration_s: float, *more: str) -> list[str]:
     chat = {"name": "chat", "slo_class": "chat", "arrivals": {"poisson_per_s": 8}, "input_tokens": 64, "output_tokens": 16}
     document = {"name": "document", "slo_class": "document", "arrivals": {"every_s": 1}, "input_tokens": 2000, "output_tokens": 4}
     workload = {"name": "ray", "duration_s": duration_s, "timeout_s": 30, "streams": [chat, document]}
     (folder / "topology.yaml").write_text(yaml.safe_dump(TOPOLOGY))
     (folder / "workload.yaml").write_text(yaml.safe_dump(workload))
-    files = [str(folder / "topology.yaml"), "--workload", str(folder / "workload.yaml"), "--out", str(folder / "out")]
+    files = [str(folder / "topology.yaml"), "--workload", str(folder / "workload.yaml"), "--out", str(folder / "out"), *more]
     return [sys.executable, "-c", "from disagg.cli import app; app()", "ab", *files]
 
 
@@ -54,7 +54,7 @@ def left_behind(mark: str) -> list[str]:
 @pytest.mark.parametrize("how", ["--resident", "--no-resident"])
 def test_the_whole_command(tmp_path: Path, how: str):
     done = subprocess.run(
-        [*command(tmp_path, 1.5), how, "--rounds", "2", "--colocated-chunk", "256", "--set", "kv.carrier=shm"],
+        command(tmp_path, 1.5, how, "--rounds", "2", "--chunk", "256", "--set", "kv.carrier=shm"),
         capture_output=True,
         text=True,
         timeout=240,
@@ -84,13 +84,36 @@ def test_an_interrupted_command_keeps_its_rows_and_leaves_nothing(tmp_path: Path
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "DISAGG_TEST_MARK": str(tmp_path)}
     log = tmp_path / "log"
     rows = tmp_path / "out" / "requests.jsonl"
-    with log.open("w") as output, subprocess.Popen(command(tmp_path, 60), stdout=output, stderr=output, env=environment) as process:
+    with (
+        log.open("w") as output,
+        subprocess.Popen(command(tmp_path, 60, "--chunk", "topology"), stdout=output, stderr=output, env=environment) as process,
+    ):
         deadline_s = time.monotonic() + 120
         while time.monotonic() < deadline_s and process.poll() is None and not (rows.exists() and len(read_rows(rows)) >= 3):
             time.sleep(0.2)
         process.send_signal(number)
         assert process.wait(60) == 130, log.read_text()
     assert len(read_rows(rows)) >= 3
-    assert "interrupted; the requests that ended are in" in log.read_text()
+    assert "--resume goes on from there" in log.read_text()
     assert not (tmp_path / "out" / "result.json").exists()
+    assert not left_behind(str(tmp_path))
+
+
+def test_three_arms_at_two_rates_after_a_chunk_search(tmp_path: Path):
+    done = subprocess.run(
+        command(tmp_path, 1.0, "--arms", "colocated,disagg,adaptive", "--rates", "5,15", "--rounds", "1"),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "DISAGG_TEST_MARK": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    result = read_result(tmp_path / "out" / "result.json")
+    assert [(p.rate_rps, list(p.arms)) for p in result.points] == [(r, ["colocated", "disagg", "adaptive"]) for r in (5, 15)]
+    assert result.chunk_search is not None
+    assert len(result.chunk_search.trials) >= 2
+    assert result.setups["colocated"].chunk_tokens == {"colocated": result.chunk_search.chosen_tokens}
+    searched = read_rows(tmp_path / "out" / "chunk-search" / "requests.jsonl")
+    assert len(searched) == sum(t.sent for t in result.chunk_search.trials)
     assert not left_behind(str(tmp_path))

@@ -47,8 +47,8 @@ def test_a_cold_start_shows_in_the_first_window():
     for rounds in ([cold, warm], [cold]):
         report = warm_up_report(4, rounds)
         assert report.ratio == pytest.approx(2.5)
-        assert not report.enough
-    assert warm_up_report(4, [warm[:3]]).ratio is None
+        assert report.enough is False
+    assert warm_up_report(4, [warm[:3]]).enough is None
 
 
 def found(search: RangeSearch, true_rps: float) -> tuple[float, ...]:
