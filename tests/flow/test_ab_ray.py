@@ -99,9 +99,9 @@ def test_an_interrupted_command_keeps_its_rows_and_leaves_nothing(tmp_path: Path
     assert not left_behind(str(tmp_path))
 
 
-def test_three_arms_at_two_rates_after_a_chunk_search(tmp_path: Path):
+def test_other_arms_at_two_rates_after_a_chunk_search(tmp_path: Path):
     done = subprocess.run(
-        command(tmp_path, 1.0, "--arms", "colocated,disagg,adaptive", "--rates", "5,15", "--rounds", "1"),
+        command(tmp_path, 1.0, "--arms", "colocated,adaptive", "--rates", "5,15", "--rounds", "1"),
         capture_output=True,
         text=True,
         timeout=280,
@@ -110,7 +110,7 @@ def test_three_arms_at_two_rates_after_a_chunk_search(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     result = read_result(tmp_path / "out" / "result.json")
-    assert [(p.rate_rps, list(p.arms)) for p in result.points] == [(r, ["colocated", "disagg", "adaptive"]) for r in (5, 15)]
+    assert [(p.rate_rps, list(p.arms)) for p in result.points] == [(r, ["colocated", "adaptive"]) for r in (5, 15)]
     assert result.chunk_search is not None
     assert len(result.chunk_search.trials) >= 2
     assert result.setups["colocated"].chunk_tokens == {"colocated": result.chunk_search.chosen_tokens}
