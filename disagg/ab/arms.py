@@ -19,6 +19,7 @@ _RATIO = re.compile(r"disagg-(\d+)p(\d+)d")
 _EXTERNAL = re.compile(r"(external(?:-[A-Za-z0-9][A-Za-z0-9_.-]{0,40})?)=(.*)")
 _CHUNK_KEY = "max_num_batched_tokens"
 _ENGINE_BASE_GIB = 1.5  # a vLLM CPU engine with a small model beside its KV: measured 1.3 GiB resident
+_DEFAULT_BOX_GIB = 0.5  # a box takes memory as it is filled
 _DEFAULT_KV_GIB = 4.0  # what vLLM takes on CPUs when nobody says
 
 
@@ -186,7 +187,7 @@ def can_be_resident(topologies: Mapping[str, Topology], free_bytes: int | None =
 
 def _worker_gib(topology: Topology, role: Role) -> float:
     """A generous guess of one worker's memory."""
-    boxes = topology.kv.outbox_gib + topology.kv.inbox_gib
+    boxes = sum(_DEFAULT_BOX_GIB if gib is None else gib for gib in (topology.kv.outbox_gib, topology.kv.inbox_gib))
     if topology.engine.kind == "simulated":
         return 0.2 + boxes
     return _ENGINE_BASE_GIB + boxes + float(topology.engine_env(role).get("VLLM_CPU_KVCACHE_SPACE", _DEFAULT_KV_GIB))
