@@ -120,6 +120,8 @@ class Injector(FaultyCarrier):
         for name, value in (("_silence_s", SILENCE_S), ("_heartbeat_s", HEARTBEAT_S)):
             if hasattr(inner, name):
                 setattr(inner, name, value)
+        if hasattr(inner, "_idle"):
+            inner._idle._most = 1  # kept for later pulls: as many as the warm-up leaves, so that more are a leak
 
     async def serve(self, outbox: Outbox) -> str:
         endpoint = await super().serve(outbox)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 
 from disagg.config import Topology
 from disagg.engine.start import start_engine
@@ -20,6 +21,7 @@ from disagg.serving.worker import LocalWorker
 from disagg.serving.worker_rpc_server import WorkerServer
 from disagg.types import KvAddress, Role, new_id
 
+MAX_DESCRIPTORS = 65_536
 UNUSED_BOX_BYTES = 1 << 20  # a colocated worker moves no KV
 
 
@@ -38,6 +40,7 @@ async def start_worker(
     Raises ConfigError and its children; then nothing is left behind.
     """
     epoch = new_id()
+    _allow_descriptors()
     async with contextlib.AsyncExitStack() as undo:
         moves_kv = role is not Role.COLOCATED
         outbox_bytes, inbox_bytes = box_bytes(topology, workers_on_host) if moves_kv else (UNUSED_BOX_BYTES, UNUSED_BOX_BYTES)
@@ -69,6 +72,14 @@ def box_bytes(topology: Topology, workers_on_host: int | None) -> tuple[int, int
     outbox_bytes, inbox_bytes = topology.kv.box_bytes(default_box_bytes(available_memory_bytes(), workers))
     check_host(outbox_bytes, inbox_bytes, workers, host_memory_bytes())
     return outbox_bytes, inbox_bytes
+
+
+def _allow_descriptors() -> None:
+    """As many as the system permits, up to a bound: each pull has a connection, and strangers at the KV port take some for a while."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def make_carriers(topology: Topology, host: str) -> dict[str, Carrier]:

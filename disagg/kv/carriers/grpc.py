@@ -42,6 +42,9 @@ SERVICE = "disagg.v1.Kv"
 _METHOD = "Pull"
 PIECE_BYTES = 1 << 20  # a message: small enough that building it does not hold up the event loop
 _LENGTH = struct.Struct("<I")
+_MAX_CONNECTIONS = 4096
+_HANDSHAKE_S = 5  # who has not spoken HTTP/2 by then is no peer
+_IDLE_S = 600  # a connection without a call for so long is closed; the next pull makes a new one
 _OPTIONS = [
     ("grpc.max_send_message_length", 4 * PIECE_BYTES),
     ("grpc.max_receive_message_length", 4 * PIECE_BYTES),
@@ -54,6 +57,12 @@ _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+]
+_SERVER_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.max_allowed_incoming_connections", _MAX_CONNECTIONS),
+    ("grpc.server_handshake_timeout_ms", 1000 * _HANDSHAKE_S),
+    ("grpc.max_connection_idle_ms", 1000 * _IDLE_S),
 ]
 
 
@@ -85,7 +94,7 @@ class GrpcCarrier:
         async def pull(_: AsyncIterator[bytes], context: Any) -> None:
             await self._serve_pull(outbox, context)
 
-        server = grpc.aio.server(options=_OPTIONS)
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
         handler: Any = grpc.stream_stream_rpc_method_handler(pull)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {_METHOD: handler}),))
         try:

@@ -22,7 +22,8 @@ from disagg.types import Transfer
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024  # pulls that may connect in one instant
-MAX_CONNECTIONS = 4096  # more are closed at once: each holds a descriptor and a task
+MAX_CONNECTIONS = 4096  # of peers; more are closed at once: each holds a descriptor and a task
+MAX_STRANGERS = 1024  # connections that have not said yet what they want; then the oldest goes: a peer says it with its first bytes
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _DESCRIPTORS_AGAIN_S = 0.2
 
@@ -33,20 +34,29 @@ Payload = Callable[[Header], Awaitable[Sequence[memoryview]]]
 class Listener:
     """Serves a listening socket until `close`. `serve` answers a connection's first header and those after it, one call per header.
 
-    Garbage is counted in the outbox's counters. `num_refused`: connections closed because there were too many.
+    Strangers are bounded in number and time and never keep a peer out. Garbage, and connections closed because there were too many, are
+    counted in the outbox's counters.
     """
 
     def __init__(
-        self, name: str, sock: socket.socket, outbox: Outbox, serve: Serve, silence_s: float, max_connections: int = MAX_CONNECTIONS
+        self,
+        name: str,
+        sock: socket.socket,
+        outbox: Outbox,
+        serve: Serve,
+        silence_s: float,
+        max_connections: int = MAX_CONNECTIONS,
+        max_strangers: int = MAX_STRANGERS,
     ) -> None:
-        self.num_refused = 0
         self._name = name
         self._sock = sock
         self._outbox = outbox
         self._serve = serve
         self._silence_s = silence_s
         self._max_connections = max_connections
+        self._max_strangers = max_strangers
         self._connections: set[asyncio.Task[None]] = set()
+        self._strangers: dict[Connection, None] = {}  # oldest first
         self._acceptor = asyncio.ensure_future(self._accept())
 
     async def close(self) -> None:
@@ -68,19 +78,28 @@ class Listener:
                 if error.errno in _NO_DESCRIPTORS:  # the peer stays in the backlog; running pulls will give descriptors back
                     await asyncio.sleep(_DESCRIPTORS_AGAIN_S)
                 continue
-            if len(self._connections) >= self._max_connections:
-                self.num_refused += 1
+            if len(self._connections) - len(self._strangers) >= self._max_connections:
+                self._outbox.counters.turned_away += 1
                 peer.close()
                 continue
+            if len(self._strangers) >= self._max_strangers:
+                self._outbox.counters.turned_away += 1
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.close()
             peer.setblocking(False)
-            task = asyncio.ensure_future(self._attend(Connection(peer, self._silence_s)))
+            connection = Connection(peer, self._silence_s)
+            self._strangers[connection] = None
+            task = asyncio.ensure_future(self._attend(connection))
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
+            await asyncio.sleep(0)  # it may say now what it wants, before the next one comes
 
     async def _attend(self, connection: Connection) -> None:
         try:
             async with asyncio.timeout(self._silence_s):
                 header = await connection.receive()
+            self._strangers.pop(connection, None)
             while True:
                 await self._serve(connection, header)
                 header = await connection.receive(timeout_s=None)  # a peer may keep a connection for its next pull
@@ -90,6 +109,7 @@ class Listener:
         except (OSError, EOFError, TimeoutError):
             pass  # the peer is gone; its reader has been let go
         finally:
+            self._strangers.pop(connection, None)
             connection.close()
 
 
