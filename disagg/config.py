@@ -168,7 +168,7 @@ class GatewaySettings(_Strict):
     HTTP is health, metrics and, with engine.kind vllm, OpenAI's API. `http_args`: arguments of vLLM's API server by their Python names,
     such as chat_template, enable_auto_tool_choice and tool_call_parser. `token_file`: bearer tokens, one a line; who calls must have one.
     Off loopback a token or client certificates are needed, unless `insecure` says that the network is safe.
-    `wedged_after_s`: a pool whose workers all hold requests and give no token for so long is not ready.
+    `wedged_after_s`: a pool whose workers all hold requests and do nothing for so long, no step and no token, is not ready.
     `traces_endpoint`: where OpenTelemetry spans go (OTLP over gRPC, http://HOST:4317). `drain_s`: how long running requests may take to end
     when the deployment is told to end.
     """

@@ -247,7 +247,7 @@ class Transfer:
 
     `transfer_id` is random (128 bit, hex): peers meet on it, never on an engine's request id. `attempt` counts the request's
     routes from 0. `source` names the outbox. `num_tokens` is the number of context tokens whose KV moves.
-    `token_hash` is `hash_tokens(context token ids)`; a reader refuses KV of other tokens.
+    `token_hash` is `hash_tokens(context token ids)`; a reader refuses KV of other tokens. `traceparent`: as in the request.
     """
 
     transfer_id: str
@@ -255,6 +255,7 @@ class Transfer:
     source: KvAddress
     num_tokens: int
     token_hash: str
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

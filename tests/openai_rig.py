@@ -55,7 +55,7 @@ async def door(folder: Path, *, check_empty: bool = True, http_args: dict[str, A
         info = ModelInfo("smollm2-135m", 8192, VOCABULARY, 64, (2,))
         readiness = Readiness(c.pool, c.coordinator, 60.0)
         metrics = Metrics(topology, c.pool, c.coordinator)
-        observed = ObservedCoordinator(c.coordinator, readiness.progressed, [metrics.observe])
+        observed = ObservedCoordinator(c.coordinator, [metrics.observe])
         edge = EdgeSettings(CLASSES, MAX_BODY_BYTES, ops=Ops(readiness, metrics))
         server = await OpenAiServer.start(topology, str(folder), info, observed, c.pool, sock, edge)
         asked: list[Request] = []

@@ -67,7 +67,7 @@ class Gateway:
         metrics = Metrics(topology, pool, coordinator)
         endpoint = topology.gateway.traces_endpoint
         tracing = Tracing.to(endpoint, topology.name) if endpoint is not None else None
-        observed = ObservedCoordinator(coordinator, readiness.progressed, [metrics.observe, log_request], tracing)
+        observed = ObservedCoordinator(coordinator, [metrics.observe, log_request], tracing)
         async with AsyncExitStack() as undo:
             undo.push_async_callback(pool.close)
             server = await DoorServer.start(topology, served, observed, readiness, coordinator.decisions)

@@ -24,13 +24,13 @@ from disagg.errors import DeadlineError, DisaggError, EngineError, InvalidReques
 from disagg.front.model_info import Served
 from disagg.front.status import Status, status_of
 from disagg.front.text import TextPart, TextStream
-from disagg.front.tracing import TRACEPARENT, valid_traceparent
 from disagg.front.validate import Limits, check_head, check_messages, check_text_size, to_request
 from disagg.pb import inference_pb2 as pb
 from disagg.pb.inference_pb2_grpc import InferenceServicer
 from disagg.policy.view import PoolView
 from disagg.serving.pace import rest_s
 from disagg.serving.timeline import Timeline
+from disagg.tracing import TRACEPARENT, valid_traceparent
 from disagg.types import FinishReason, Phase, PromptLogprobs, Request, Role, Route, Token, new_id
 
 logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from disagg.config import SloClass, Topology
+from disagg.policy.decision import Verdict
 from disagg.policy.view import PoolView, WorkerView
 from disagg.serving.coordinator import Coordinator
 from disagg.serving.pool import Pool
@@ -27,6 +28,10 @@ TPOT_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06
 E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 SPAN_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 TOKEN_BUCKETS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
+DECISIONS = (
+    *((Verdict.GRANTED, reason) for reason in ("disaggregated", "colocated", "retry")),
+    *((Verdict.REJECTED, reason) for reason in ("target", "queue_full", "deadline", "no_worker")),
+)
 OUTCOMES = (Phase.FINISHED, Phase.REJECTED, Phase.FAILED, Phase.CANCELLED)
 
 
@@ -154,6 +159,10 @@ class _PoolCollector(Collector):
         for error, count in self._coordinator.retries.items():
             retries.add_metric([error], count)
         yield retries
+        decided = CounterMetricFamily("disagg_decisions", "The router's decisions, by kind of reason.", labels=["verdict", "reason"])
+        for verdict, reason in DECISIONS:
+            decided.add_metric([verdict, reason], self._coordinator.decided.get((verdict, reason), 0))
+        yield decided
 
     def _pools(self, view: PoolView) -> Iterator[Metric]:
         live = GaugeMetricFamily("disagg_pool_live_workers", "Workers that take requests.", labels=["role"])

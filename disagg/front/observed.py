@@ -1,6 +1,6 @@
-"""A coordinator whose runs are looked at from outside: at every token for readiness, and once at their end for metrics, traces and logs.
+"""A coordinator whose runs are looked at once, at their end: for metrics, traces and logs.
 
-The doors submit here. Observers of ends see each run once, whatever its end was; they are plain calls, and a fault of one is logged.
+The doors submit here. Observers see each run, whatever its end was; they are plain calls, and a fault of one is logged.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ Observer = Callable[[Run], None]
 class ObservedRun:
     """A run with the same outside; `chunks` tells the observers at its end."""
 
-    def __init__(self, run: Run, on_token: Observer, on_end: Sequence[Observer]) -> None:
-        """`on_token` and `on_end` are called with the run."""
+    def __init__(self, run: Run, on_end: Sequence[Observer]) -> None:
+        """`on_end` are called with the run."""
         self._run = run
-        self._on_token = on_token
         self._on_end = on_end
         self.timeline = run.timeline
 
@@ -50,7 +49,6 @@ class ObservedRun:
         try:
             async with aclosing(self._run.chunks()) as chunks:
                 async for chunk in chunks:
-                    self._on_token(self._run)
                     yield chunk
         finally:
             for observe in self._on_end:
@@ -63,18 +61,17 @@ class ObservedRun:
 class ObservedCoordinator:
     """What the doors need of a coordinator."""
 
-    def __init__(self, coordinator: Coordinator, on_token: Observer, on_end: Sequence[Observer], tracing: Tracing | None = None) -> None:
+    def __init__(self, coordinator: Coordinator, on_end: Sequence[Observer], tracing: Tracing | None = None) -> None:
         self._coordinator = coordinator
-        self._on_token = on_token
         self._on_end = tuple(on_end)
         self._tracing = tracing
 
     def submit(self, request: Request) -> ObservedRun:
         if self._tracing is None:
-            return ObservedRun(self._coordinator.submit(request), self._on_token, self._on_end)
+            return ObservedRun(self._coordinator.submit(request), self._on_end)
         request, trace = self._tracing.begin(request)
         run = self._coordinator.submit(request)
-        return ObservedRun(run, self._on_token, (*self._on_end, partial(self._tracing.end, trace)))
+        return ObservedRun(run, (*self._on_end, partial(self._tracing.end, trace)))
 
     def refusal(self, num_requests: int) -> RejectedError | None:
         return self._coordinator.refusal(num_requests)

@@ -35,7 +35,7 @@ from disagg.front.grpc_door import Coordinator, Pools
 from disagg.front.openai_errors import retry_after_s, to_vllm
 from disagg.front.openai_sampling import OutputTranslator, check_served, to_sampling
 from disagg.front.terms import CURRENT, Terms
-from disagg.front.tracing import TRACEPARENT, valid_traceparent
+from disagg.tracing import TRACEPARENT, valid_traceparent
 from disagg.types import Phase, Request
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Could a request be served now? Asked by /ready, by gRPC health, by whoever balances load.
 
 Not when a pool has no live worker, and not when every live worker of a pool is wedged: it answers heartbeats, holds requests of ours, and
-has given none of them a token for long.
+its engine has done nothing for long: no token, and no step either. A prompt of many chunks shows its progress in steps.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ class Pools(Protocol):
 
     def view(self, now_s: float) -> PoolView: ...
 
+    def worked_s(self, name: str) -> float:
+        """When that live worker's engine last showed that it works."""
+        ...
+
 
 class OpenRuns(Protocol):
     """Requests under way (serving/coordinator.py)."""
@@ -33,13 +37,12 @@ class OpenRuns(Protocol):
 
 
 class Readiness:
-    """One per gateway. `obstacle` says why not; `progressed` is told of every token."""
+    """One per gateway. `obstacle` says why not."""
 
     def __init__(self, pools: Pools, coordinator: OpenRuns, wedged_after_s: float) -> None:
         self.pools = pools
         self._coordinator = coordinator
         self._wedged_after_s = wedged_after_s
-        self._progress_s: dict[str, float] = {}  # worker -> instant of its latest token
         self._closing = False
 
     @property
@@ -50,12 +53,6 @@ class Readiness:
         """Not ready from now on, so that balancers turn away while running requests end."""
         self._closing = True
         self.pools.changes.fire()
-
-    def progressed(self, run: Run) -> None:
-        """A token of `run` came."""
-        route, last_s = run.route, run.timeline.last_token_s
-        if route is not None and last_s is not None:
-            self._progress_s[route.prefill if run.output_tokens <= 1 else route.decode] = last_s
 
     def obstacle(self) -> str | None:
         """Why a request that comes now could not be served; None when it could."""
@@ -68,9 +65,9 @@ class Readiness:
         waiting = self._waiting_since_s()
         for role in Role:
             live = [worker.name for worker in view.of(role)]
-            silent_s = [now_s - max(waiting[name], self._progress_s.get(name, 0.0)) for name in live if name in waiting]
+            silent_s = [now_s - max(waiting[name], self.pools.worked_s(name)) for name in live if name in waiting]
             if live and len(silent_s) == len(live) and min(silent_s) > self._wedged_after_s:
-                return f"no {role} worker has given a token for {min(silent_s):.0f} s, and all hold requests"
+                return f"no {role} worker has done anything for {min(silent_s):.0f} s, and all hold requests"
         return None
 
     def _waiting_since_s(self) -> dict[str, float]:

@@ -1,29 +1,19 @@
 """OpenTelemetry spans, one trace a request: the request, and under it its phases as the gateway sees them.
 
-W3C context is taken from the caller and passed on to the workers; an engine that is told where spans go (vLLM's `otlp_traces_endpoint`, in
-`engine.args`) adds its own to the same trace. Spans are made at a request's end, from its timeline: nothing is paid per token.
-Needs the extra `tracing`; without `gateway.traces_endpoint` the caller's context is passed on and nothing is recorded.
+W3C context is taken from the caller and passed on to the workers, which add spans of what they do (serving/spans.py); an engine that is
+told where spans go (vLLM's `otlp_traces_endpoint`, in `engine.args`) adds its own to the same trace. Spans are made at a request's end,
+from its timeline: nothing is paid per token. Without `gateway.traces_endpoint` the caller's context is passed on and nothing is recorded.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from disagg.errors import ConfigError
 from disagg.serving.run import Run
+from disagg.tracing import TRACEPARENT, close_provider, context_of, make_provider, unix_ns
 from disagg.types import Phase, Request
-
-TRACEPARENT = "traceparent"
-_FORMAT = re.compile(r"[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-_FLUSH_TIMEOUT_MS = 5_000
-
-
-def valid_traceparent(text: str) -> str:
-    """The header when it is one (W3C trace context, version 00 or later); empty otherwise, as the standard asks."""
-    return text if len(text) <= 64 and _FORMAT.fullmatch(text) and not text.startswith("ff") else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,33 +35,18 @@ class Tracing:
     @classmethod
     def to(cls, endpoint: str, deployment: str) -> Tracing:
         """Spans go to `endpoint`, by OTLP over gRPC. Raises ConfigError when OpenTelemetry is not installed."""
-        try:
-            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "gateway.traces_endpoint needs OpenTelemetry: pip install 'disagg[tracing]'",
-                key="gateway.traces_endpoint",
-                value=endpoint,
-                expected="the extra `tracing` to be installed",
-            ) from error
-        provider = TracerProvider(resource=Resource.create({"service.name": "disagg", "service.instance.id": deployment}))
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https"))))
-        return cls(provider)
+        return cls(make_provider(endpoint, deployment))
 
     def begin(self, request: Request) -> tuple[Request, OpenTrace]:
         """Open the request's span; the request that is returned carries it on to the workers."""
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        propagator = TraceContextTextMapPropagator()
-        parent = propagator.extract({TRACEPARENT: request.traceparent}) if request.traceparent else None
+        parent = context_of(request.traceparent)
         began_s = request.arrival_s or time.monotonic()
-        span = self._tracer.start_span("disagg.request", context=parent, kind=SpanKind.SERVER, start_time=_unix_ns(began_s))
+        span = self._tracer.start_span("disagg.request", context=parent, kind=SpanKind.SERVER, start_time=unix_ns(began_s))
         carrier: dict[str, str] = {}
-        propagator.inject(carrier, context=set_span_in_context(span))
+        TraceContextTextMapPropagator().inject(carrier, context=set_span_in_context(span))
         return replace(request, traceparent=carrier[TRACEPARENT]), OpenTrace(span, began_s)
 
     def end(self, trace: OpenTrace, run: Run) -> None:
@@ -88,8 +63,8 @@ class Tracing:
         )
         for name, begin_s, end_s, attributes in phases:
             if begin_s is not None and end_s is not None:
-                child = self._tracer.start_span(name, context=context, start_time=_unix_ns(begin_s), attributes=attributes)
-                child.end(end_time=_unix_ns(max(begin_s, end_s)))
+                child = self._tracer.start_span(name, context=context, start_time=unix_ns(begin_s), attributes=attributes)
+                child.end(end_time=unix_ns(max(begin_s, end_s)))
         trace.span.set_attributes(
             {
                 "gen_ai.request.id": run.request.request_id,
@@ -103,13 +78,8 @@ class Tracing:
         )
         if run.phase in (Phase.FAILED, Phase.REJECTED):
             trace.span.set_status(Status(StatusCode.ERROR, run.phase))
-        trace.span.end(end_time=_unix_ns(ended_s))
+        trace.span.end(end_time=unix_ns(ended_s))
 
     def close(self) -> None:
         """Send what is left, for a few seconds at most. Blocks."""
-        self._provider.force_flush(_FLUSH_TIMEOUT_MS)
-        self._provider.shutdown()
-
-
-def _unix_ns(monotonic_s: float) -> int:
-    return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)
+        close_provider(self._provider)

@@ -335,7 +335,7 @@ class StructureMessage(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., spec: _Optional[str] = ..., any_whitespace: _Optional[bool] = ..., additional_properties: _Optional[bool] = ..., whitespace_pattern: _Optional[str] = ..., reasoning_ended: _Optional[bool] = ..., reasoning_json: _Optional[str] = ...) -> None: ...
 
 class TransferMessage(_message.Message):
-    __slots__ = ("transfer_id", "attempt", "source_worker", "source_epoch", "source_host_id", "source_endpoints", "num_tokens", "token_hash")
+    __slots__ = ("transfer_id", "attempt", "source_worker", "source_epoch", "source_host_id", "source_endpoints", "num_tokens", "token_hash", "traceparent")
     class SourceEndpointsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -351,6 +351,7 @@ class TransferMessage(_message.Message):
     SOURCE_ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_HASH_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     attempt: int
     source_worker: str
@@ -359,7 +360,8 @@ class TransferMessage(_message.Message):
     source_endpoints: _containers.ScalarMap[str, str]
     num_tokens: int
     token_hash: str
-    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., source_worker: _Optional[str] = ..., source_epoch: _Optional[str] = ..., source_host_id: _Optional[str] = ..., source_endpoints: _Optional[_Mapping[str, str]] = ..., num_tokens: _Optional[int] = ..., token_hash: _Optional[str] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., source_worker: _Optional[str] = ..., source_epoch: _Optional[str] = ..., source_host_id: _Optional[str] = ..., source_endpoints: _Optional[_Mapping[str, str]] = ..., num_tokens: _Optional[int] = ..., token_hash: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class PrefillReply(_message.Message):
     __slots__ = ("first", "finish", "cached_tokens", "prompt_logprobs")

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,7 @@ from disagg.config import Topology
 from disagg.engine.engine import Worker
 from disagg.errors import CancelledRequestError, DisaggError, EngineError, InvalidRequestError, RejectedError, WorkerLostError
 from disagg.kv.layout import hash_tokens
+from disagg.policy.decision import Verdict
 from disagg.serving.coordinator_queue import CoordinatorQueue
 from disagg.serving.decision_log import DecisionLog
 from disagg.serving.pool import Pool, Reservation
@@ -61,6 +62,11 @@ class Coordinator:
     def refusal(self, num_requests: int) -> RejectedError | None:
         """Why so many further requests would be refused now, whatever they are; None when they may come."""
         return self._queue.refusal(num_requests)
+
+    @property
+    def decided(self) -> Mapping[tuple[Verdict, str], int]:
+        """Decisions so far by verdict and kind of reason (see CoordinatorQueue)."""
+        return self._queue.decided
 
     @property
     def open_runs(self) -> frozenset[Run]:
@@ -213,7 +219,7 @@ class Coordinator:
 
 def _transfer(run: Run, request: Request, source: Worker) -> Transfer:
     tokens = request.prompt_token_ids + request.prior_output
-    return Transfer(new_id(), run.attempts - 1, source.address, len(tokens), hash_tokens(tokens))
+    return Transfer(new_id(), run.attempts - 1, source.address, len(tokens), hash_tokens(tokens), request.traceparent)
 
 
 def _first_token(run: Run, phase: Phase) -> None:

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Collection
 
 from disagg.errors import DeadlineError, DisaggError, NoWorkerError, RejectedError
-from disagg.policy.decision import Refusal
+from disagg.policy.decision import Grant, Refusal, Verdict
 from disagg.serving.decision_log import DecisionLog
 from disagg.serving.pool import Pool, Reservation
 from disagg.types import Request
 
 
 class CoordinatorQueue:
-    """Grants routes. `take` returns a reservation; whoever has it must close it."""
+    """Grants routes. `take` returns a reservation; whoever has it must close it.
+
+    `decided` counts decisions by verdict and kind of reason: granted `disaggregated`, `colocated` or `retry`; rejected for `target` (its
+    class cannot be met), `queue_full`, `deadline` or `no_worker`.
+    """
 
     def __init__(self, pool: Pool, log: DecisionLog) -> None:
         self._pool = pool
@@ -26,6 +31,7 @@ class CoordinatorQueue:
         self._waiting: dict[int, asyncio.Future[Reservation]] = {}
         self._watcher: asyncio.Task[None] | None = None
         self._is_closed = False
+        self.decided: Counter[tuple[Verdict, str]] = Counter()
 
     async def take(self, request: Request, avoid: Collection[str] = (), attempt: int = 0) -> Reservation:
         """Wait for a route and book it. A retry (`attempt` > 0) is never refused for load.
@@ -76,6 +82,7 @@ class CoordinatorQueue:
         decisions = self._pool.dispatcher.decide(now_s)
         for grant in decisions.grants:
             self._log.add(grant.record)
+            self.decided[Verdict.GRANTED, _granted(grant)] += 1
             reservation = self._pool.reservation(grant)
             granted = self._waiting.pop(grant.key, None)
             if granted is None or granted.done():
@@ -84,6 +91,7 @@ class CoordinatorQueue:
                 granted.set_result(reservation)
         for refusal in decisions.refusals:
             self._log.add(refusal.record)
+            self.decided[Verdict.REJECTED, _rejected(refusal)] += 1
             granted = self._waiting.pop(refusal.key, None)
             if granted is not None and not granted.done():
                 granted.set_exception(_error_of(refusal))
@@ -101,6 +109,21 @@ class CoordinatorQueue:
     def assert_empty(self) -> None:
         """Nobody waits."""
         assert not self._waiting, f"{len(self._waiting)} requests wait"
+
+
+def _granted(grant: Grant) -> str:
+    if grant.record.attempt:
+        return "retry"
+    return "colocated" if grant.route.is_colocated else "disaggregated"
+
+
+def _rejected(refusal: Refusal) -> str:
+    record, deadline_s = refusal.record, refusal.request.deadline_s
+    if refusal.no_worker:
+        return "no_worker"
+    if deadline_s is not None and deadline_s <= record.at_s:
+        return "deadline"
+    return "target" if record.candidates else "queue_full"
 
 
 def _error_of(refusal: Refusal) -> DisaggError:

@@ -118,6 +118,10 @@ class Pool:
         workers = tuple([WorkerView(m.name, m.role, m.worker.address.host_id, m.worker.state()) for m in live])
         return PoolView(now_s, self._mode, self._model, workers)
 
+    def worked_s(self, name: str) -> float:
+        """Instant at which the live member of that name last showed that its engine works."""
+        return self.members[name].worker.worked_s
+
     def sync(self, now_s: float) -> None:
         """Tell the dispatcher what the workers have reported since the last time, and who is lost."""
         known = self.dispatcher.workers

@@ -17,6 +17,7 @@ from disagg.kv.carriers.torch_dist import TorchDistCarrier
 from disagg.kv.inbox import Inbox
 from disagg.kv.outbox import Outbox
 from disagg.kv.sizes import check_host, check_longest_prompt, default_box_bytes
+from disagg.serving.spans import WorkerSpans
 from disagg.serving.worker import LocalWorker
 from disagg.serving.worker_rpc_server import WorkerServer
 from disagg.types import KvAddress, Role, new_id
@@ -61,7 +62,8 @@ async def start_worker(
             endpoints.append((carrier.name, await carrier.serve(outbox)))
         address = KvAddress(name, epoch, this_host_id(), tuple(endpoints))
         worker = LocalWorker(engine, outbox, inbox, list(carriers.values()), address, [outbox_box, inbox_box])
-        server = await WorkerServer.start(worker, host, topology.admission.worker_timeout_s)
+        spans = WorkerSpans.to(topology.gateway.traces_endpoint, name)
+        server = await WorkerServer.start(worker, host, topology.admission.worker_timeout_s, spans)
         undo.pop_all()
     return server
 

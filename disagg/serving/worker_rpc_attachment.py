@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from collections.abc import Coroutine
+from contextlib import AbstractContextManager, aclosing
 from typing import Any
 
 from disagg.errors import DisaggError, EngineError, RejectedError, WorkerLostError, to_wire
 from disagg.pb import worker_pb2 as pb
 from disagg.serving import worker_rpc_messages as wire
 from disagg.serving.pace import rest_s
+from disagg.serving.spans import WorkerSpans
 from disagg.serving.worker import LocalWorker
-from disagg.types import Chunk
+from disagg.types import Chunk, Request, Transfer
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +31,10 @@ class Attachment:
     them, runs after the burst and so takes all of it. Under pressure (pace.py) a frame waits a little, if no client's first token is in it.
     """
 
-    def __init__(self, gateway_id: str, worker: LocalWorker, heartbeat_s: float) -> None:
+    def __init__(self, gateway_id: str, worker: LocalWorker, heartbeat_s: float, spans: WorkerSpans) -> None:
         self.gateway_id = gateway_id
         self._worker = worker
+        self._spans = spans
         self._heartbeat_s = heartbeat_s
         self._frame = pb.StepFrame()
         self._steps: dict[int, pb.RequestStep] = {}  # of the frame that is being gathered
@@ -164,10 +166,13 @@ class Attachment:
             match command.WhichOneof("what"):
                 case "prefill":
                     request, transfer = wire.request_from_wire(command.prefill.request), wire.transfer_from_wire(command.prefill.transfer)
-                    prefilled = await self._worker.prefill(request, transfer, self.gateway_id)
+                    with self._span("prefill", request, transfer):
+                        prefilled = await self._worker.prefill(request, transfer, self.gateway_id)
                     reply.prefilled.CopyFrom(wire.prefilled_to_wire(prefilled))
                 case "fetch":
-                    await self._worker.fetch(wire.transfer_from_wire(command.fetch), self.gateway_id)
+                    transfer = wire.transfer_from_wire(command.fetch)
+                    with self._spans.span("disagg.worker.fetch", transfer.traceparent, transfer_id=transfer.transfer_id):
+                        await self._worker.fetch(transfer, self.gateway_id)
                 case "release":
                     await self._worker.release(wire.transfer_from_wire(command.release))
                 case other:
@@ -186,23 +191,31 @@ class Attachment:
         """One request's tokens from start to end. Never raises: its end is a step."""
         try:
             self._check()
-            async with aclosing(self._chunks(command)) as stream:
-                is_first = not command.HasField("prefilled")  # that first token was the prefill's
-                async for chunk in stream:
-                    self._add(key, chunk, is_urgent=is_first)
-                    is_first = False
+            request = wire.request_from_wire(command.request)
+            is_first = True
+            if command.HasField("transfer"):
+                is_first = False  # that token was the prefill's
+                transfer, prefilled = wire.transfer_from_wire(command.transfer), wire.prefilled_from_wire(command.prefilled)
+                span = self._span("decode", request, transfer)
+                chunks = self._worker.decode(request, prefilled, transfer, self.gateway_id)
+            else:
+                span, chunks = self._span("generate", request), self._worker.generate(request)
+            with span:
+                async with aclosing(chunks) as stream:
+                    async for chunk in stream:
+                        self._add(key, chunk, is_urgent=is_first)
+                        is_first = False
         except DisaggError as error:
             self._fail(key, error)
         except Exception as error:
             log.exception("request %d of gateway %.8s failed", key, self.gateway_id)
             self._fail(key, self._fault(error))
 
-    def _chunks(self, command: pb.StartCommand) -> AsyncGenerator[Chunk, None]:
-        request = wire.request_from_wire(command.request)
-        if not command.HasField("transfer"):
-            return self._worker.generate(request)
-        transfer, prefilled = wire.transfer_from_wire(command.transfer), wire.prefilled_from_wire(command.prefilled)
-        return self._worker.decode(request, prefilled, transfer, self.gateway_id)
+    def _span(self, what: str, request: Request, transfer: Transfer | None = None) -> AbstractContextManager[None]:
+        named: dict[str, str | int] = {"request_id": request.request_id, "context_tokens": request.num_context_tokens}
+        if transfer is not None:
+            named["transfer_id"] = transfer.transfer_id
+        return self._spans.span(f"disagg.worker.{what}", request.traceparent, **named)
 
     def _check(self) -> None:
         if not self._worker.is_alive:

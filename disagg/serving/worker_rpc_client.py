@@ -63,7 +63,7 @@ class RemoteWorker:
         self._replies: dict[int, asyncio.Future[pb.Reply]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._keys = itertools.count()
-        self._heard_s = time.monotonic()
+        self._heard_s = self._worked_s = time.monotonic()
 
     @classmethod
     async def connect(cls, name: str, target: str, gateway_id: str, timeout_s: float, changes: Signal) -> Self:
@@ -114,6 +114,11 @@ class RemoteWorker:
 
     def state(self) -> EngineState:
         return self._state
+
+    @property
+    def worked_s(self) -> float:
+        """Instant of the latest sign that its engine works: tokens, or a step that it reports, such as a chunk of a long prompt."""
+        return self._worked_s
 
     def take_reports(self) -> list[EngineState]:
         """The states that came since the last call, oldest first; of too many only the latest."""
@@ -292,6 +297,8 @@ class RemoteWorker:
                 chunks.feed(wire.chunk_from_wire(step))
             if step.error:
                 chunks.fail(self._lose_by(from_wire(step.error)))
+        if frame.requests or frame.state.steps:
+            self._worked_s = self._heard_s
         if frame.HasField("state"):
             self._state = wire.state_from_wire(frame.state, self.epoch)
             self._reports.append(self._state)

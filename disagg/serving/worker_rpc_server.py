@@ -13,6 +13,7 @@ import grpc.aio
 from disagg.errors import CancelledRequestError, DisaggError, PlacementError, RejectedError, UnavailableError, WorkerLostError, to_wire
 from disagg.pb import worker_pb2 as pb
 from disagg.pb import worker_pb2_grpc
+from disagg.serving.spans import WorkerSpans
 from disagg.serving.worker import LocalWorker
 from disagg.serving.worker_rpc_attachment import Attachment
 from disagg.serving.worker_rpc_channel import ERROR_KEY, SERVER_OPTIONS, keepalive_options
@@ -38,10 +39,13 @@ class WorkerServer:
         self._watch = asyncio.create_task(self._end_streams_when_dead())
 
     @classmethod
-    async def start(cls, worker: LocalWorker, host: str, timeout_s: float) -> Self:
-        """Listen on a free port of `host`. Heartbeats come four times in `timeout_s`. Raises PlacementError when it cannot listen."""
+    async def start(cls, worker: LocalWorker, host: str, timeout_s: float, spans: WorkerSpans | None = None) -> Self:
+        """Listen on a free port of `host`. Heartbeats come four times in `timeout_s`. Raises PlacementError when it cannot listen.
+
+        `spans` is this server's from now on.
+        """
         server = grpc.aio.server(options=[*SERVER_OPTIONS, *keepalive_options(timeout_s)])
-        servicer = _Servicer(worker, heartbeat_s=min(1.0, timeout_s / 4))
+        servicer = _Servicer(worker, min(1.0, timeout_s / 4), spans or WorkerSpans(None, worker.name))
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
         try:
             port = server.add_insecure_port(f"{host}:0")
@@ -66,6 +70,7 @@ class WorkerServer:
         await self._servicer.close(WorkerLostError(f"worker {self.worker.name} is closing", worker=self.worker.name))
         await self._server.stop(grace_s or None)  # 0 would race with itself: a wait of no time is a cancel
         await self.worker.close()
+        await self._servicer.spans.close()
 
     async def _end_streams_when_dead(self) -> None:
         """Gateways learn of an engine's death from the end of their streams."""
@@ -77,7 +82,8 @@ class WorkerServer:
 class _Servicer(worker_pb2_grpc.WorkerServicer):
     """The stream. Its end has a typed error beside the status."""
 
-    def __init__(self, worker: LocalWorker, heartbeat_s: float) -> None:
+    def __init__(self, worker: LocalWorker, heartbeat_s: float, spans: WorkerSpans) -> None:
+        self.spans = spans
         self._worker = worker
         self._heartbeat_s = heartbeat_s
         self._attachments: dict[str, Attachment] = {}
@@ -93,7 +99,7 @@ class _Servicer(worker_pb2_grpc.WorkerServicer):
         if not isinstance(first, pb.GatewayFrame) or not first.gateway_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first frame of a gateway must name it (gateway_id)")
         gateway_id = first.gateway_id
-        attachment = Attachment(gateway_id, self._worker, self._heartbeat_s)
+        attachment = Attachment(gateway_id, self._worker, self._heartbeat_s, self.spans)
         previous = self._attachments.get(gateway_id)
         self._attachments[gateway_id] = attachment
         log.info("gateway %.8s attached", gateway_id)

@@ -82,6 +82,9 @@ class Scripted:
     def open_runs(self) -> tuple[()]:
         return ()
 
+    def worked_s(self, name: str) -> float:
+        return 0.0
+
     def view(self, now_s: float) -> PoolView:
         names = {Role.PREFILL: "p0", Role.DECODE: "d0"}
         workers = tuple(WorkerView(names[role], role, "host", EngineState(epoch="e")) for role in sorted(self.live))

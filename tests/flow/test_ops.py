@@ -10,6 +10,7 @@ import re
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -112,6 +113,8 @@ async def test_metrics_count_each_request_once_by_its_outcome() -> None:
     assert got["disagg_pool_live_workers{prefill}"] == got["disagg_pool_wanted_workers{prefill}"] == 1
     assert got["disagg_worker_kv_free_tokens{decode,decode-0}"] == got["disagg_worker_kv_total_tokens{decode,decode-0}"] > 0
     assert got["disagg_open_requests{decoding}"] == 0
+    granted = [value for name, value in got.items() if name.startswith("disagg_decisions_total") and "disaggregated" in name]
+    assert granted == [5]
 
 
 async def test_metrics_tell_of_the_kv_that_moved_and_of_what_went_wrong_with_it() -> None:
@@ -172,12 +175,25 @@ async def test_a_wedged_pool_is_not_ready_though_its_worker_lives() -> None:
             while status == 200:
                 await asyncio.wait({asking}, timeout=0.05)
                 status, body = await s.get("/ready")
-        assert "no prefill worker has given a token" in body
+        assert "no prefill worker has done anything" in body
         health = health_pb2_grpc.HealthStub(s.client._channel)
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert len(s.gateway.pool.view(0.0).workers) == 2
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_a_prompt_that_takes_longer_than_the_limit_but_shows_its_chunks_is_no_wedge() -> None:
+    """The prefill of 16 chunks takes several times `wedged_after_s`; the decode pool waits for it meanwhile."""
+    topology = sim_topology(speed=0.04, max_num_batched_tokens=256, admission={"worker_timeout_s": 2.0})
+    async with served(with_gateway(topology, wedged_after_s=1.5)) as s:
+        began_s = time.monotonic()
+        asking = asyncio.create_task(s.client.generate([5] * 4096, max_tokens=2))
+        while not asking.done():
+            assert await s.get("/ready") == (200, "ready\n")
+            await asyncio.wait({asking}, timeout=0.1)
+        assert time.monotonic() - began_s > 3.0, "the prompt was too quick to show anything"
+        assert len(asking.result().tokens) == 2
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from disagg.errors import InvalidRequestError, RejectedError
 from disagg.front.observed import ObservedCoordinator
-from disagg.front.tracing import Tracing, valid_traceparent
+from disagg.front.tracing import Tracing
+from disagg.serving.spans import WorkerSpans
+from disagg.tracing import valid_traceparent
 from disagg.types import Request
 from tests.builders import Cluster, cluster
 
@@ -30,6 +32,7 @@ class Recorder:
         self._exporter = InMemorySpanExporter()
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.provider = provider
         self.tracing = Tracing(provider)
 
     @property
@@ -40,7 +43,7 @@ class Recorder:
         seen: list[Request] = []
         submit = c.coordinator.submit
         c.coordinator.submit = lambda r: seen.append(r) or submit(r)  # type: ignore[func-returns-value, method-assign]
-        observed = ObservedCoordinator(c.coordinator, lambda run: None, [], self.tracing)
+        observed = ObservedCoordinator(c.coordinator, [], self.tracing)
         try:
             async with aclosing(observed.submit(request).chunks()) as chunks:
                 async for _ in chunks:
@@ -70,6 +73,30 @@ async def test_phases_hang_below_the_request_and_that_below_the_caller() -> None
     assert spans["disagg.decode"].attributes["disagg.worker"] == "decode-0"
     assert root.attributes["gen_ai.usage.output_tokens"] == 6
     assert root.attributes["disagg.outcome"] == "finished"
+
+
+@pytest.mark.parametrize("mode", ["disagg", "colocated"])
+async def test_workers_add_what_they_did_to_the_same_trace(mode: str) -> None:
+    """Their spans hang below the gateway's span of the request, each with its worker's name."""
+    recorder = Recorder()
+    async with cluster(mode=mode, speed=2.0) as c:
+        for server in c.workers.values():
+            server._servicer.spans = WorkerSpans(recorder.provider, server.worker.name)
+        for name, server in list(c.workers.items()):  # attach anew: a stream keeps the spans that it began with
+            await c.pool.join(name, c.pool.members[name].role, server.target)
+        await recorder.run(c, replace(c.request(50, 6), traceparent=PARENT))
+    spans: dict[str, Any] = recorder.spans
+    root = spans["disagg.request"]
+    done = {name: span.attributes["disagg.worker"] for name, span in spans.items() if name.startswith("disagg.worker.")}
+    assert done == (
+        {"disagg.worker.prefill": "prefill-0", "disagg.worker.fetch": "decode-0", "disagg.worker.decode": "decode-0"}
+        if mode == "disagg"
+        else {"disagg.worker.generate": "colocated-0"}
+    )
+    for name in done:
+        assert spans[name].context.trace_id == root.context.trace_id
+        assert spans[name].parent.span_id == root.context.span_id
+        assert spans[name].attributes["disagg.outcome"] == "done"
 
 
 async def test_a_refused_request_is_an_error_and_has_no_phases_but_the_queue() -> None:

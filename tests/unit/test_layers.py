@@ -23,7 +23,7 @@ RANKS: tuple[tuple[str, int], ...] = (
     ("disagg.errors", 0),
     ("disagg.config", 1),
     ("disagg.slo", 1),
-    ("disagg.trace*", 1),
+    ("disagg.trac*", 1),
     ("disagg.prefix", 1),
     ("disagg.pb*", 1),
     ("disagg.models*", 1),

@@ -22,7 +22,11 @@ class Rig:
         self.changes = Signal()
         self.live = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE}
         self.open_runs: list[Run] = []
+        self.worked: dict[str, float] = {}
         self.readiness = Readiness(self, self, LIMIT_S)
+
+    def worked_s(self, name: str) -> float:
+        return self.worked.get(name, 0.0)
 
     def view(self, now_s: float) -> PoolView:
         workers = tuple(WorkerView(name, role, "host", EngineState("e")) for name, role in self.live.items())
@@ -53,7 +57,7 @@ def test_ready_while_idle_and_while_tokens_come() -> None:
 def test_a_decode_pool_that_stands_still(phase: Phase) -> None:
     rig = Rig()
     run = rig.run("p0", phase, LIMIT_S * 2)
-    assert "no decode worker has given a token for 10 s" in (rig.readiness.obstacle() or "")
+    assert "no decode worker has done anything for 10 s" in (rig.readiness.obstacle() or "")
     run.timeline.last_token_s = time.monotonic()
     assert rig.readiness.obstacle() is None
 
@@ -66,13 +70,12 @@ def test_one_prefill_worker_of_two_is_enough() -> None:
     assert "no prefill worker" in (rig.readiness.obstacle() or "")
 
 
-def test_a_worker_that_serves_others_is_not_wedged_by_one_slow_request() -> None:
+def test_a_worker_that_works_is_not_wedged_by_one_slow_request() -> None:
+    """It serves others, or shows the chunks of a long prompt."""
     rig = Rig()
     rig.run("p0", Phase.DECODING, LIMIT_S * 2)
-    other = rig.run("p0", Phase.DECODING, 0.0)
-    rig.open_runs.remove(other)  # it ended just now
     assert rig.readiness.obstacle() is not None
-    rig.readiness.progressed(other)
+    rig.worked["d0"] = time.monotonic()
     assert rig.readiness.obstacle() is None
 
 
