@@ -23,6 +23,7 @@ def register(app: typer.Typer) -> None:
 def profile(
     topology: Path = typer.Argument(help="Topology file; one of its workers is started here and measured."),
     out: Path = typer.Option(Path("out/profile.json"), "--out", help="The profile file."),
+    minutes: float = typer.Option(5.0, "--minutes", min=0.1, help="Begin nothing new after so long, and fit what there is."),
     quick: bool = typer.Option(False, "--quick", help="A third of the lengths and batches, each once."),
     settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help=SET_HELP),
 ) -> None:
@@ -42,7 +43,7 @@ def profile(
     model = None if simulated else str(resolve_model(loaded.model, topology.resolve().parent))
     console = Console(stderr=True, highlight=False)
     with console.status("") as status:
-        found = asyncio.run(profile_worker(loaded, model, _cores(loaded), status.update, quick=quick))
+        found = asyncio.run(profile_worker(loaded, model, _cores(loaded), status.update, budget_s=60 * minutes, quick=quick))
     write_profile(found, out)
     typer.echo(describe(found))
     typer.echo(f"{out}")

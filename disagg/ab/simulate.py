@@ -97,7 +97,9 @@ def simulated_result(
         rounds=[RoundReport(round=1, order=[arm.name for arm in arms], sender={})],
         arms=figures,
         verdict=_verdict(rows, classes),
-        warnings=["simulated: no engine ran; step times are the roofline's, links and messages as set in environment.simulation"],
+        warnings=[
+            "simulated: no engine ran; step times are the roofline's or a profile's, links and messages as set in environment.simulation"
+        ],
     )
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from disagg.engine.engine import Engine
 from disagg.types import Request, Sampling, StepRecord
@@ -22,9 +24,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is run. `prompts`: lengths, each `repeats` times. `decodes`: (batch, context). `mixed`: (batch, context, prompt beside it).
+    """What is run. `prompts`: lengths. `decodes`: (batch, context). `mixed`: (batch, context, prompt beside it).
 
-    A point whose prompts alone would take longer than `point_s` seconds, as fast as prompts ran before, is left out.
+    Mixed points run once, the others `repeats` times. A point whose prompts alone would take longer than `point_s` seconds, as fast as prompts ran before, is left out.
     """
 
     prompts: tuple[int, ...]
@@ -58,28 +60,37 @@ class Measurement:
         self._names: Iterator[int] = itertools.count()
         self._last = max((s.number for s in engine.state().steps), default=0)
 
-    async def run(self, plan: Plan, say: Say) -> Sequence[StepRecord]:
-        """All of `plan`; the engine should have nothing else to do."""
+    async def run(self, plan: Plan, say: Say, budget_s: float = float("inf")) -> Sequence[StepRecord]:
+        """All of `plan`, or as much as begins within `budget_s`; the engine should have nothing else to do."""
+        end_s = time.monotonic() + budget_s
         watching = asyncio.create_task(self._watch())
         try:
-            for length in plan.prompts * plan.repeats:
-                say(f"a prompt of {length:,} tokens")
-                await self._answer(self._request(length, 1))
-            tokens_per_s = self._prompt_tokens_per_s()
-            for batch, context in plan.decodes:
-                if batch * context > plan.point_s * tokens_per_s and batch > 1:
-                    continue
-                say(f"{batch} requests decode at {context:,} tokens of context")
-                await self._together([self._request(context, DECODE_TOKENS) for _ in range(batch)])
-            for batch, context, prompt in plan.mixed:
-                say(f"a prompt of {prompt:,} tokens beside {batch} that decode")
-                chats = [self._request(context, 4 * DECODE_TOKENS) for _ in range(batch)]
-                await self._together([*chats, self._request(prompt, 1)])
+            for repeat in range(plan.repeats):
+                for what, point in self._points(plan, with_mixed=repeat == 0):
+                    if time.monotonic() > end_s:
+                        break
+                    say(what)
+                    await point()
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
         self._take()
         return self.records
+
+    def _points(self, plan: Plan, *, with_mixed: bool) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
+        """What to say, and what to do."""
+        for length in plan.prompts:
+            yield f"a prompt of {length:,} tokens", partial(self._together, [(length, 1)])
+        affordable = plan.point_s * self._prompt_tokens_per_s()
+        for batch, context in plan.decodes:
+            if batch == 1 or batch * context <= affordable:
+                yield (
+                    f"{batch} requests decode at {context:,} tokens of context",
+                    partial(self._together, [(context, DECODE_TOKENS)] * batch),
+                )
+        for batch, context, prompt in plan.mixed if with_mixed else ():
+            chats = [(context, 4 * DECODE_TOKENS)] * batch
+            yield f"a prompt of {prompt:,} tokens beside {batch} that decode", partial(self._together, [*chats, (prompt, 1)])
 
     def _prompt_tokens_per_s(self) -> float:
         seconds = sum(s.seconds for s in self.records)
@@ -91,10 +102,11 @@ class Measurement:
         sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         return Request(f"profile-{next(self._names)}", ids, sampling)
 
-    async def _together(self, requests: Sequence[Request]) -> None:
+    async def _together(self, lengths: Sequence[tuple[int, int]]) -> None:
+        """Requests of (prompt tokens, output tokens), all at once."""
         async with asyncio.TaskGroup() as group:
-            for request in requests:
-                group.create_task(self._answer(request))
+            for num_tokens, max_tokens in lengths:
+                group.create_task(self._answer(self._request(num_tokens, max_tokens)))
 
     async def _answer(self, request: Request) -> None:
         async with aclosing(self._engine.generate(request)) as chunks:

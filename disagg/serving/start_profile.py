@@ -31,10 +31,13 @@ from disagg.types import KvAddress, Mode, ModelInfo, Request, Role, Sampling, Tr
 _TRANSFER_TRIES = 3
 
 
-async def profile_worker(topology: Topology, model: str | None, cores: Sequence[int] | None, say: Say, *, quick: bool = False) -> Profile:
+async def profile_worker(
+    topology: Topology, model: str | None, cores: Sequence[int] | None, say: Say, *, budget_s: float = float("inf"), quick: bool = False
+) -> Profile:
     """Starts a colocated worker of `topology`, runs prompts and decodes on it, and fits its profile.
 
-    `model`: path or hub name (None when simulated). `cores`: bind to these. Raises ConfigError, also when the fit is not physical.
+    `model`: path or hub name (None when simulated). `cores`: bind to these. `budget_s`: no point begins later. Raises ConfigError, also
+    when the fit is not physical.
     """
     measured = topology.with_mode(Mode.COLOCATED)
     async with contextlib.AsyncExitStack() as undo:
@@ -49,7 +52,7 @@ async def profile_worker(topology: Topology, model: str | None, cores: Sequence[
         info = _info(measured, engine)
         state = engine.state()
         plan = plan_for(info.max_model_len, state.max_running_requests or 1, state.total_kv_tokens, quick=quick)
-        fitted = fit_steps(await Measurement(engine, info.vocab_size).run(plan, say))
+        fitted = fit_steps(await Measurement(engine, info.vocab_size).run(plan, say, budget_s))
         link = await _measure_link(topology, engine, info, outbox_box, inbox_box, say)
     args = measured.engine_args(Role.COLOCATED) if topology.engine.kind == "vllm" else measured.simulated(Role.COLOCATED).model_dump()
     return Profile(
