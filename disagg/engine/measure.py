@@ -26,7 +26,8 @@ Say = Callable[[str], None]
 class Plan:
     """What is run. `prompts`: lengths. `decodes`: (batch, context). `mixed`: (batch, context, prompt beside it).
 
-    Mixed points run once, the others `repeats` times. A point whose prompts alone would take longer than `point_s` seconds, as fast as prompts ran before, is left out.
+    Mixed points run once, the others `repeats` times. A point whose prompts alone would take longer than `point_s` seconds, as fast as
+    prompts ran before, is left out.
     """
 
     prompts: tuple[int, ...]
