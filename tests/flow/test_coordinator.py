@@ -152,6 +152,21 @@ async def test_a_box_that_cannot_hold_the_longest_prompt_is_refused_at_the_start
         await c.ask_right(c.request(999, 1))
 
 
+async def test_a_refusal_by_the_decode_side_frees_the_prefill_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster() as c:
+
+        def refuse(*_: object) -> None:
+            raise InvalidRequestError(field="prompt", value=1, expected="something else")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(c.engine("decode-0"), "decode", refuse)
+            with pytest.raises(InvalidRequestError, match="something else"):
+                await c.ask(c.request(500, 5))
+        await c.settle()
+        c.assert_empty()
+        await c.ask_right(c.request(500, 5))
+
+
 async def test_what_the_engine_refuses_is_not_tried_again() -> None:
     async with cluster(prefill=2, decode=2, vocab_size=1000) as c:
         with pytest.raises(InvalidRequestError):

@@ -150,6 +150,23 @@ async def test_an_owner_renews_its_leases() -> None:
         assert r.outbox.counters.expired == 1
 
 
+async def test_an_owner_renews_what_waits_in_the_inbox() -> None:
+    async with rig("loopback", lease_s=0.3) as r:
+        mine, other = r.transfer(40), r.transfer(40)
+        for transfer, owner in ((mine, "a"), (other, "b")):
+            await r.write(transfer)
+            await r.inbox.fetch(transfer, owner)
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        while loop.time() < start_s + 0.9:
+            r.inbox.renew("a")
+            await asyncio.sleep(0.02)
+        assert r.inbox.counters.expired == 1
+        with pytest.raises(TransferFencedError, match="expired"):
+            await r.inbox.take(other.transfer_id)
+        (await r.inbox.take(mine.transfer_id)).end_read()
+
+
 async def test_a_lost_acknowledgement_leaves_nothing_though_the_owner_renews() -> None:
     async with rig("loopback", lease_s=0.2) as r:
         transfer = r.transfer(40)
