@@ -1,5 +1,6 @@
 # make demo   set up, then compare disaggregated with colocated serving on this machine   (result in out/demo)
 # make test   set up, then lint, type-check and run every test
+# make bench  set up, then three workloads at five rates on this machine's cores, about 40 minutes    (report in out/bench)
 # make proto  generate disagg/pb from proto/ again
 # make setup  only the set-up: a virtual environment in .venv, disagg in it, and a small model in the user's cache
 #
@@ -13,7 +14,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit setup proto clean
+.PHONY: help demo bench test lint types unit setup proto clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,7 +27,7 @@ STAMP := $(VENV)/.complete-$(EXTRA)
 export EXTRA TORCH_INDEX PIP_ARGS
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -11
 
 # The stamp is the last thing that set-up writes; a virtual environment without it is made anew.
 $(STAMP): pyproject.toml scripts/setup.sh
@@ -38,7 +39,11 @@ setup: $(STAMP)
 
 demo: setup
 	@echo "==> comparing disaggregated with colocated serving on this machine ($(TOPOLOGY), workload $(WORKLOAD))"
-	$(BIN)/disagg ab $(TOPOLOGY) --workload $(WORKLOAD) --out $(OUT)
+	$(BIN)/disagg ab $(TOPOLOGY) --workload $(WORKLOAD) --rounds 2 --chunk topology --out $(OUT)
+
+bench: setup
+	@$(BIN)/pip install -q $(PIP_ARGS) -e ".[bench]"
+	$(BIN)/python -m bench.ab --topology $(TOPOLOGY) --out out/bench $(BENCH_ARGS)
 
 lint: $(STAMP)
 	@echo "==> ruff"

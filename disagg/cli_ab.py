@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from disagg.ab.progress import RunProgress
     from disagg.ab.result import ChunkSearch, Result
     from disagg.ab.run import Comparison
+    from disagg.ab.trace_plan import AnyWorkload
     from disagg.config import Topology
     from disagg.launch.session import RaySession
 
@@ -60,6 +61,10 @@ def ab(
         metavar="N|topology",
         help="Tokens per engine step (prefill chunk) of the colocated arm: a number, or the topology's; default: found by a short search.",
     ),
+    chunk_trials: int = typer.Option(5, "--chunk-trials", min=2, max=9, help="The most sizes that the search for the chunk measures."),
+    duration_s: float | None = typer.Option(
+        None, "--duration-s", min=1, help="How long each round sends, in seconds; default: the workload's. Not for traces."
+    ),
     resume: bool = typer.Option(False, "--resume", help="Go on with the interrupted run in --out; what it has measured is kept."),
     resident: bool | None = typer.Option(
         None, "--resident/--no-resident", help="Keep all arms' engines up all the time; default: where memory allows, on a local Ray."
@@ -81,7 +86,7 @@ def ab(
     chosen = _arms(loaded, arms, chunk)
     comparison = compare(
         loaded,
-        load_any_workload(workload),
+        _lasting(load_any_workload(workload), duration_s),
         resident=_stays_up(chosen) and address is None if resident is None else resident,
         arms=chosen,
         rates=_numbers(rates),
@@ -97,7 +102,9 @@ def ab(
             progress.say(f"the older result is now in {folder.moved_to}")
         with _session(comparison, address) as session:
             try:
-                result = asyncio.run(_run(comparison, session, topology.parent, folder, progress, tune=chunk is None, resume=resume))
+                result = asyncio.run(
+                    _run(comparison, session, topology.parent, folder, progress, 0 if chunk else chunk_trials, resume=resume)
+                )
             except (KeyboardInterrupt, asyncio.CancelledError):
                 progress.say(f"interrupted; the requests that ended are in {folder.requests}; --resume goes on from there")
                 raise typer.Exit(130) from None
@@ -122,6 +129,20 @@ def _arms(topology: Topology, text: str | None, chunk: str | None) -> tuple[Arm,
     if not chunk.isdecimal():
         raise ConfigError(key="--chunk", value=chunk, expected="a number of tokens, or: topology")
     return tuple(with_chunk(arm, int(chunk)) if arm.kind == "colocated" else arm for arm in arms)
+
+
+def _lasting(workload: AnyWorkload, duration_s: float | None) -> AnyWorkload:
+    """The workload with another duration; streams that have one of their own keep it."""
+    from disagg.ab.workload import Workload
+    from disagg.errors import ConfigError
+
+    if duration_s is None:
+        return workload
+    if not isinstance(workload, Workload):
+        raise ConfigError(
+            key="--duration-s", value=duration_s, expected="a workload of streams; a trace's part is its file's trace.window_s"
+        )
+    return workload.model_copy(update={"duration_s": duration_s})
 
 
 def _stays_up(arms: tuple[Arm, ...]) -> bool:
@@ -169,11 +190,11 @@ async def _run(
     base_dir: Path,
     folder: OutFolder,
     progress: RunProgress,
+    chunk_trials: int,
     *,
-    tune: bool,
     resume: bool,
 ) -> Result:
-    """Run, and take all arms down whatever happens; SIGTERM ends like Ctrl-C."""
+    """Run, and take all arms down whatever happens; SIGTERM ends like Ctrl-C. `chunk_trials`: 0 for no search."""
     from disagg.ab.ray_arms import RayArms
     from disagg.ab.run import run_ab, tuned
 
@@ -181,8 +202,8 @@ async def _run(
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     colocated = next((arm for arm in comparison.arms if arm.kind == "colocated"), None)
-    if tune and colocated is not None:
-        comparison = tuned(comparison, await _search(comparison, colocated, session, base_dir, folder, progress))
+    if chunk_trials and colocated is not None:
+        comparison = tuned(comparison, await _search(comparison, colocated, session, base_dir, folder, progress, chunk_trials))
     source = RayArms(session, comparison.arms, resident=comparison.resident, base_dir=base_dir, say=progress.say)
     try:
         return await run_ab(comparison, source, folder, progress, resume=resume)
@@ -191,7 +212,13 @@ async def _run(
 
 
 async def _search(
-    comparison: Comparison, arm: Arm, session: RaySession | None, base_dir: Path, folder: OutFolder, progress: RunProgress
+    comparison: Comparison,
+    arm: Arm,
+    session: RaySession | None,
+    base_dir: Path,
+    folder: OutFolder,
+    progress: RunProgress,
+    most_trials: int,
 ) -> ChunkSearch:
     """The chunk search, on deployments of its own that are gone when it returns."""
     from disagg.ab.chunk_search import search_chunk, trial_arms
@@ -203,6 +230,7 @@ async def _search(
     source = RayArms(session, list(trial_arms(arm).values()), resident=False, base_dir=base_dir, say=progress.say)
     own_folder = OutFolder(folder.path / "chunk-search", resume=True)
     try:
-        return await search_chunk(arm, workload_at(comparison, rate), rate, comparison.classes, source, own_folder, progress)
+        paced = workload_at(comparison, rate)
+        return await search_chunk(arm, paced, rate, comparison.classes, source, own_folder, progress, most_trials=most_trials)
     finally:
         await source.close()

@@ -74,6 +74,8 @@ async def search_chunk(
     source: ArmSource,
     out: OutFolder,
     progress: RunProgress,
+    *,
+    most_trials: int = MOST_TRIALS,
 ) -> ChunkSearch:
     """Measure and choose. `source` knows the arms of `trial_arms(arm)`; `workload` is paced to `rate_rps` already.
 
@@ -84,7 +86,7 @@ async def search_chunk(
     planned = [replace(r, seed=f"{r.seed}/chunk") for r in planned]
     trials: dict[int, ChunkTrial] = {}
     with Turns(source, out, progress, classes, vocab_size=None, resume=True) as turns:
-        while (size := ladder(arm).next_size(trials)) is not None:
+        while len(trials) < most_trials and (size := ladder(arm).next_size(trials)) is not None:
             key = (arms[size].name, rate_rps, 1)
             if not turns.is_measured(key):
                 await turns.measure(arms[size], workload, rate_rps, planned, len(trials), f"colocated with chunks of {size} tokens")

@@ -22,6 +22,7 @@ from disagg.ab.result import Result, read_result
 from disagg.ab.rows import read_rows
 from disagg.ab.rules import RangeSearch, RoundRule
 from disagg.ab.run import Comparison, run_ab
+from disagg.ab.workload import Cancellations, Lengths
 from disagg.errors import ConfigError, DiskError
 from tests.ab_rig import Arms, arms, comparison, eventually, rows_so_far, run, silent
 
@@ -174,6 +175,21 @@ async def test_a_full_disk_is_an_error_of_its_own_and_what_was_measured_stays(tm
             await run(at_rates(20), source, tmp_path)
         assert all(gateway.running == 0 for gateway in source.gateways.values())
     assert len(read_rows(tmp_path / "requests.jsonl")) == 5
+
+
+async def test_a_client_that_goes_away_as_planned_neither_meets_nor_misses(tmp_path: Path):
+    what = at_rates(10)
+    stream = what.workload.streams[0].model_copy(update={"cancel": Cancellations(share=0.5, after_tokens=Lengths(fixed=2))})
+    what = replace(what, workload=what.workload.model_copy(update={"streams": (stream, *what.workload.streams[1:])}))
+    async with arms() as source:
+        result: Result = await run(what, source, tmp_path)
+    figures = result.arms["disagg"]
+    rows = [r for r in read_rows(tmp_path / "requests.jsonl") if r.arm == "disagg" and r.outcome == "cancelled"]
+    assert figures.cancelled == len(rows) > 0
+    assert {r.output_tokens for r in rows} == {2}
+    assert figures.completed + figures.cancelled == figures.sent
+    assert (figures.slo_attainment, figures.failed) == (1.0, 0)
+    assert figures.ttft_s.count == figures.completed
 
 
 # ---- servers that are not ours
