@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from disagg.errors import ConfigError, DisaggError, PlacementError, TransferCorruptError, TransferError, TransferFencedError
 from disagg.kv.box import attach
 from disagg.kv.carriers.pulls import BACKLOG, Listener, lost, pull, serve_pull
-from disagg.kv.carriers.stream import Connection, IdleConnections, framed
+from disagg.kv.carriers.stream import Connection, KeptConnections, framed
 from disagg.kv.frames import HEARTBEAT_S, SILENCE_S, Frame, Header, Hello, Mapped, Opened, Pull, Sink
 from disagg.kv.outbox import Outbox
 from disagg.types import Transfer
@@ -31,7 +31,7 @@ class ShmCarrier:
         self._silence_s = silence_s
         self._heartbeat_s = heartbeat_s
         self._listeners: list[Listener] = []
-        self._idle = IdleConnections()
+        self._kept = KeptConnections()
         self._peers: dict[str, asyncio.Task[_Peer]] = {}
 
     async def serve(self, outbox: Outbox) -> str:
@@ -63,16 +63,16 @@ class ShmCarrier:
     async def pull(self, endpoint: str, transfer: Transfer, sink: Sink) -> None:
         source = transfer.source
         entry = _PeerEntry(await self._map(endpoint, transfer))
-        connection = self._idle.take(source.worker, endpoint, source.epoch) or self._connect(endpoint, transfer)
+        connection = self._kept.take(source.worker, endpoint, source.epoch) or self._connect(endpoint, transfer)
         try:
             await pull(connection, transfer, sink, entry.payload)
         except BaseException:
             connection.close()
             raise
-        self._idle.keep(source.worker, endpoint, source.epoch, connection)
+        self._kept.keep(source.worker, endpoint, source.epoch, connection)
 
     async def close(self) -> None:
-        self._idle.close()
+        self._kept.close()
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
             await listener.close()
@@ -116,7 +116,7 @@ class ShmCarrier:
                 pass
             finally:
                 self._peers.pop(endpoint, None)
-                self._idle.drop(transfer.source.worker)
+                self._kept.drop(transfer.source.worker)
                 connection.close()
 
         return _Peer(box, asyncio.ensure_future(watch()))

@@ -17,6 +17,8 @@ from disagg.errors import TransferCorruptError
 from disagg.kv.frames import MAX_HEADER_BYTES, Header, pack, unpack
 
 PIECE_BYTES = 1 << 20
+KEPT_S = 2.0
+KEPT_CONNECTIONS = 4  # to one worker
 _LENGTH = struct.Struct("<I")
 
 
@@ -171,24 +173,24 @@ def _set(ready: asyncio.Future[None]) -> None:
         ready.set_result(None)
 
 
-class IdleConnections:
-    """Connections whose last pull ended well, by (endpoint, epoch), for the next one: no handshake, and TCP knows the path.
+class KeptConnections:
+    """Connections whose last pull ended well, for the next pull within KEPT_S: no handshake, and TCP knows the path.
 
-    Of each worker only the latest life counts. One that the peer closes is closed here, too.
+    By worker; only those to its latest (endpoint, epoch) count. One that the peer closes meanwhile is closed here, too.
     """
 
-    def __init__(self, most: int = 8) -> None:
-        self._most = most
-        self._idle: dict[str, tuple[tuple[str, str], list[Connection]]] = {}  # by worker name
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[tuple[str, str], dict[Connection, asyncio.TimerHandle]]] = {}
 
     def take(self, worker: str, endpoint: str, epoch: str) -> Connection | None:
         """One that is still open, or None."""
-        key, idle = self._idle.get(worker, ((endpoint, epoch), []))
+        key, kept = self._kept.get(worker, ((endpoint, epoch), {}))
         if key != (endpoint, epoch):
             self.drop(worker)
             return None
-        while idle:
-            connection = idle.pop()
+        while kept:
+            connection, timer = kept.popitem()
+            timer.cancel()
             connection.unwatch()
             if connection.is_quiet:
                 return connection
@@ -196,23 +198,28 @@ class IdleConnections:
         return None
 
     def keep(self, worker: str, endpoint: str, epoch: str, connection: Connection) -> None:
-        key, idle = self._idle.setdefault(worker, ((endpoint, epoch), []))
-        if key == (endpoint, epoch) and len(idle) < self._most:
-            idle.append(connection)
-            connection.watch(lambda: self._gone(worker, connection))
-        else:
+        """Owns `connection` from now on."""
+        key, kept = self._kept.setdefault(worker, ((endpoint, epoch), {}))
+        if key != (endpoint, epoch) or len(kept) >= KEPT_CONNECTIONS:
             connection.close()
+            return
+        kept[connection] = asyncio.get_running_loop().call_later(KEPT_S, self._end, worker, connection)
+        connection.watch(lambda: self._end(worker, connection))
 
     def drop(self, worker: str) -> None:
-        for connection in self._idle.pop(worker, (None, []))[1]:
-            connection.close()
-
-    def _gone(self, worker: str, connection: Connection) -> None:
-        connection.close()
-        idle = self._idle.get(worker, (None, []))[1]
-        if connection in idle:
-            idle.remove(connection)
+        """Close all to that worker."""
+        for connection in list(self._kept.get(worker, ("", {}))[1]):
+            self._end(worker, connection)
+        self._kept.pop(worker, None)
 
     def close(self) -> None:
-        for worker in list(self._idle):
+        for worker in list(self._kept):
             self.drop(worker)
+
+    def _end(self, worker: str, connection: Connection) -> None:
+        kept = self._kept.get(worker, ("", {}))[1]
+        if connection in kept:
+            kept.pop(connection).cancel()
+            connection.close()
+        if not kept:
+            self._kept.pop(worker, None)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from disagg.errors import PlacementError, TransferCorruptError
 from disagg.kv.carriers.pulls import BACKLOG, Listener, lost, pull, serve_pull
-from disagg.kv.carriers.stream import Connection, IdleConnections
+from disagg.kv.carriers.stream import Connection, KeptConnections
 from disagg.kv.frames import HEARTBEAT_S, SILENCE_S, Frame, Header, Pull, Sink
 from disagg.kv.outbox import Outbox, Reader
 from disagg.types import Transfer
@@ -40,7 +40,7 @@ class TcpCarrier:
         self._silence_s = silence_s
         self._heartbeat_s = heartbeat_s
         self._listeners: list[Listener] = []
-        self._idle = IdleConnections()
+        self._kept = KeptConnections()
 
     async def serve(self, outbox: Outbox) -> str:
         async def serve(connection: Connection, request: Header) -> None:
@@ -59,7 +59,7 @@ class TcpCarrier:
 
     async def pull(self, endpoint: str, transfer: Transfer, sink: Sink) -> None:
         source = transfer.source
-        connection = self._idle.take(source.worker, endpoint, source.epoch) or await self._connect(endpoint, transfer)
+        connection = self._kept.take(source.worker, endpoint, source.epoch) or await self._connect(endpoint, transfer)
 
         async def payload(header: Header) -> Sequence[memoryview]:
             if not isinstance(header, Frame):
@@ -73,10 +73,10 @@ class TcpCarrier:
         except BaseException:
             connection.close()
             raise
-        self._idle.keep(source.worker, endpoint, source.epoch, connection)
+        self._kept.keep(source.worker, endpoint, source.epoch, connection)
 
     async def close(self) -> None:
-        self._idle.close()
+        self._kept.close()
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
             await listener.close()
