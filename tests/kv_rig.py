@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from disagg.kv.box import Box
+from disagg.kv.box import Box, attach
 from disagg.kv.carrier import Carrier, this_host_id
+from disagg.kv.carriers.cuda_ipc import CudaIpcCarrier
 from disagg.kv.carriers.grpc import GrpcCarrier
 from disagg.kv.carriers.loopback import LoopbackCarrier
 from disagg.kv.carriers.shm import ShmCarrier
@@ -23,9 +25,34 @@ from disagg.types import KvAddress, Transfer, new_id
 
 LAYOUT = KvLayout(model="m", backend="b", dtype="bf16", block_tokens=4, num_layers=3, block_bytes=40)  # 120 bytes a block
 LARGE = KvLayout(model="m", backend="b", dtype="bf16", block_tokens=4, num_layers=3, block_bytes=1 << 19)  # 1.5 MiB a block, 2 a frame
+
+
+class HostCopies:
+    """carriers.cuda_ipc.DeviceCopies in host memory: a box is shown by the path of its memfd."""
+
+    def show(self, box: Box) -> bytes:
+        return box.path.encode()
+
+    def open(self, shown: bytes) -> memoryview:
+        fd = os.open(shown.decode(), os.O_RDONLY)
+        try:
+            return attach(fd, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
+
+    def copy(self, room: memoryview, source: memoryview, start: int, num_bytes: int) -> None:
+        room[:] = source[start : start + num_bytes]
+
+
+class FakeCudaIpcCarrier(CudaIpcCarrier):
+    def __init__(self, **settings: float) -> None:
+        super().__init__(copies=HostCopies(), **settings)
+
+
 CARRIERS: dict[str, Callable[..., Carrier]] = {
     "loopback": LoopbackCarrier,
     "shm": ShmCarrier,
+    "cuda_ipc": FakeCudaIpcCarrier,
     "tcp": TcpCarrier,
     "grpc": GrpcCarrier,
     "torch_dist": TorchDistCarrier,

@@ -113,6 +113,15 @@ class Mapped:
 
 
 @dataclass(frozen=True, slots=True)
+class Shown:
+    """(cuda_ipc) The answer to Hello: what the source's box, in GPU memory, is opened by."""
+
+    epoch: str
+    num_bytes: int
+    handle: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Join:
     """(torch_dist) Asks the source of life `epoch` to be rank 0 of a new process group, whose store keys begin with `pair_id`."""
 
@@ -136,8 +145,10 @@ class Want:
     tag: int
 
 
-Header: TypeAlias = Pull | Opened | Frame | Waiting | End | Failed | Ack | Hello | Mapped | Join | Via | Want
-_KINDS: dict[str, type[Any]] = {c.__name__: c for c in (Pull, Opened, Frame, Waiting, End, Failed, Ack, Hello, Mapped, Join, Via, Want)}
+Header: TypeAlias = Pull | Opened | Frame | Waiting | End | Failed | Ack | Hello | Mapped | Shown | Join | Via | Want
+_KINDS: dict[str, type[Any]] = {
+    c.__name__: c for c in (Pull, Opened, Frame, Waiting, End, Failed, Ack, Hello, Mapped, Shown, Join, Via, Want)
+}
 _HINTS = {c: [get_type_hints(c)[f.name] for f in fields(c)] for c in (*_KINDS.values(), KvLayout)}
 
 

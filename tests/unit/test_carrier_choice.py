@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ import pytest
 from disagg.config import KvSettings, validated
 from disagg.errors import ConfigError
 from disagg.kv.carrier import choose_carrier, expected_carrier, offered_carriers, this_host_id
+from disagg.kv.carriers.cuda_ipc import CudaIpcCarrier
+from disagg.serving.start import make_carriers
 from disagg.types import KvAddress
+from tests.builders import sim_topology
 
 BOTH = (("shm", "@disagg-1"), ("tcp", "10.0.0.1:7"))
 
@@ -66,6 +70,16 @@ def test_what_cannot_reach_is_known_before_workers_exist() -> None:
 def test_an_unknown_carrier_in_a_topology_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"carrier: Input should be .*; did you mean 'grpc'\?, got 'gprc'"):
         validated(KvSettings, {"carrier": "gprc"}, "t.yaml")
+
+
+def test_a_carrier_that_cannot_be_had_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="boxes of these workers are in host memory; expected auto"):
+        make_carriers(sim_topology(carrier="cuda_ipc"), "127.0.0.1")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="torch_dist needs torch, which is not installed; expected tcp or grpc"):
+        make_carriers(sim_topology(carrier="torch_dist"), "127.0.0.1")
+    with pytest.raises(ConfigError, match="cuda_ipc needs a CUDA GPU and torch"):
+        CudaIpcCarrier()
 
 
 def test_a_host_knows_itself() -> None:

@@ -1,200 +1,51 @@
-"""Carrier `shm`: peers on one host. Bytes are copied once, from the mapped outbox to the inbox; only headers cross a socket.
-
-Each worker listens on an abstract unix socket, named by its epoch (nothing in a file system, so nothing is ever left behind).
-A peer says Hello once and gets a read-only descriptor of the outbox; that connection stays open, and its end means that the peer is
-gone and the mapping is dropped. A pull has a connection of its own while it runs: closing it is the cancel, from either side.
-"""
+"""Carrier `shm`: peers on one host. The puller maps the source's outbox and copies from there to the inbox, once."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
-import struct
-from collections.abc import Sequence
 
-from disagg.errors import ConfigError, DisaggError, PlacementError, TransferCorruptError, TransferError, TransferFencedError
+from disagg.errors import TransferCorruptError, TransferFencedError
 from disagg.kv.box import attach
-from disagg.kv.carriers.pulls import BACKLOG, Listener, lost, pull, serve_pull
-from disagg.kv.carriers.stream import Connection, KeptConnections, framed
-from disagg.kv.frames import HEARTBEAT_S, SILENCE_S, Frame, Header, Hello, Mapped, Opened, Pull, Sink
+from disagg.kv.carriers.mapped import MappedCarrier
+from disagg.kv.carriers.stream import Connection, framed
+from disagg.kv.frames import HEARTBEAT_S, SILENCE_S, Frame, Mapped, Sink
 from disagg.kv.outbox import Outbox
 from disagg.types import Transfer
 
 
-class ShmCarrier:
+class ShmCarrier(MappedCarrier[memoryview]):
     """See the module. `silence_s`: how long a source may say nothing before it counts as lost."""
 
-    name = "shm"
-
     def __init__(self, silence_s: float = SILENCE_S, heartbeat_s: float = HEARTBEAT_S) -> None:
-        self._silence_s = silence_s
-        self._heartbeat_s = heartbeat_s
-        self._listeners: list[Listener] = []
-        self._kept = KeptConnections()
-        self._peers: dict[str, asyncio.Task[_Peer]] = {}
+        super().__init__("shm", MemfdMapping(), silence_s, heartbeat_s)
 
-    async def serve(self, outbox: Outbox) -> str:
-        async def serve(connection: Connection, request: Header) -> None:
-            if _peer_uid(connection.sock) != os.getuid():
-                raise TransferCorruptError("a peer of another user")
-            match request:
-                case Hello():
-                    _send_box(connection.sock, outbox)  # the peer holds the connection open for as long as it keeps the mapping
-                case Pull():
-                    await serve_pull(outbox, request, connection, self._heartbeat_s)
-                case _:
-                    raise TransferCorruptError(f"unexpected {type(request).__name__}")
 
-        endpoint = f"@disagg-{outbox.epoch}"
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+class MemfdMapping:
+    """A box in host memory is shown by a descriptor that can only read it."""
+
+    def show(self, sock: socket.socket, outbox: Outbox) -> None:
+        fd = outbox.box.open_read_only()
         try:
-            sock.bind(_path(endpoint))
-            sock.listen(BACKLOG)
-            sock.setblocking(False)
-        except OSError as error:
-            sock.close()
-            raise PlacementError(
-                f"cannot listen on {endpoint}: {error.strerror}", key="kv.carrier", value="shm", expected="a fresh epoch"
-            ) from error
-        self._listeners.append(Listener(self.name, sock, outbox, serve, self._silence_s))
-        return endpoint
-
-    async def pull(self, endpoint: str, transfer: Transfer, sink: Sink) -> None:
-        source = transfer.source
-        entry = _PeerEntry(await self._map(endpoint, transfer))
-        connection = self._kept.take(source.worker, endpoint, source.epoch) or self._connect(endpoint, transfer)
-        try:
-            await pull(connection, transfer, sink, entry.payload)
-        except BaseException:
-            connection.close()
-            raise
-        self._kept.keep(source.worker, endpoint, source.epoch, connection)
-
-    async def close(self) -> None:
-        self._kept.close()
-        listeners, self._listeners = self._listeners, []
-        for listener in listeners:
-            await listener.close()
-        peers, self._peers = list(self._peers.values()), {}
-        for handshake in peers:
-            handshake.cancel()
-        mapped = await asyncio.gather(*peers, return_exceptions=True)
-        watchers = [peer.watcher for peer in mapped if isinstance(peer, _Peer)]
-        for task in watchers:
-            task.cancel()
-        if watchers:
-            await asyncio.wait(watchers)
-
-    async def _map(self, endpoint: str, transfer: Transfer) -> memoryview:
-        """The source's box, mapped; one handshake per peer, shared by all pulls."""
-        task = self._peers.get(endpoint)
-        if task is None:
-            task = asyncio.ensure_future(self._handshake(endpoint, transfer))
-            self._peers[endpoint] = task
-            task.add_done_callback(lambda t: self._peers.pop(endpoint, None) if t.cancelled() or t.exception() else None)
-        try:
-            return (await asyncio.shield(task)).box
-        except DisaggError as error:
-            raise type(error)(error.message) if isinstance(error, TransferError) else error from None
-
-    async def _handshake(self, endpoint: str, transfer: Transfer) -> _Peer:
-        connection = self._connect(endpoint, transfer)
-        try:
-            box = await _receive_box(connection, transfer)
-        except (OSError, TimeoutError, EOFError, TransferCorruptError, ConfigError) as error:
-            connection.close()
-            raise lost(transfer, f"no box: {error}") from error
-        except BaseException:
-            connection.close()
-            raise
-
-        async def watch() -> None:
-            try:
-                await connection.receive(timeout_s=None)
-            except (OSError, EOFError, TransferCorruptError):
-                pass
-            finally:
-                self._peers.pop(endpoint, None)
-                self._kept.drop(transfer.source.worker)
-                connection.close()
-
-        return _Peer(box, asyncio.ensure_future(watch()))
-
-    def _connect(self, endpoint: str, transfer: Transfer) -> Connection:
-        """A local connection is made or refused at once; uvloop (on which Ray runs actors) connects to no abstract name."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.setblocking(False)
-            sock.connect(_path(endpoint))
-            if _peer_uid(sock) != os.getuid():
-                raise TransferFencedError(f"{endpoint} belongs to another user")
-        except OSError as error:
-            sock.close()
-            raise lost(transfer, f"nobody listens at {endpoint}") from error
-        except BaseException:
-            sock.close()
-            raise
-        return Connection(sock, self._silence_s)
-
-
-class _Peer:
-    """A peer's mapped outbox, for as long as `watcher` sees it alive."""
-
-    def __init__(self, box: memoryview, watcher: asyncio.Task[None]) -> None:
-        self.box = box
-        self.watcher = watcher
-
-
-class _PeerEntry:
-    """Where one transfer's frames lie in the peer's box."""
-
-    def __init__(self, box: memoryview) -> None:
-        self._box = box
-        self._opened: Opened | None = None
-
-    async def payload(self, header: Header) -> Sequence[memoryview]:
-        """The bytes of a frame; nothing for other headers. Raises TransferCorruptError outside the entry."""
-        if isinstance(header, Opened):
-            self._opened = header
-        if not isinstance(header, Frame):
-            return ()
-        if self._opened is None:
-            raise TransferCorruptError("a frame before Opened")
-        start = self._opened.box_offset + self._opened.layout.offset(self._opened.num_tokens, header.rank, header.first_block)
-        end = start + header.num_bytes
-        if end > len(self._box):
-            raise TransferCorruptError(f"a frame at {start}..{end} of a box of {len(self._box)} bytes")
-        return [self._box[start:end]]
-
-
-def _path(endpoint: str) -> str:
-    return "\0" + endpoint.removeprefix("@")
-
-
-def _peer_uid(sock: socket.socket) -> int:
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[1])
-
-
-def _send_box(sock: socket.socket, outbox: Outbox) -> None:
-    fd = outbox.box.open_read_only()
-    try:
-        socket.send_fds(sock, [framed(Mapped(outbox.epoch, outbox.box.num_bytes))], [fd])
-    finally:
-        os.close(fd)
-
-
-async def _receive_box(connection: Connection, transfer: Transfer) -> memoryview:
-    """Say Hello and map the box whose descriptor comes back."""
-    await connection.send(Hello(transfer.source.epoch))
-    header, fds = await connection.receive_with_fds()
-    try:
-        if len(fds) != 1:
-            raise TransferCorruptError(f"{len(fds)} descriptors in the answer to Hello")
-        if not isinstance(header, Mapped) or header.epoch != transfer.source.epoch:
-            raise TransferCorruptError(f"not the box of epoch {transfer.source.epoch}")
-        return attach(fds[0], header.num_bytes)
-    finally:
-        for fd in fds:
+            socket.send_fds(sock, [framed(Mapped(outbox.epoch, outbox.box.num_bytes))], [fd])
+        finally:
             os.close(fd)
+
+    async def receive(self, connection: Connection, transfer: Transfer) -> memoryview:
+        header, fds = await connection.receive_with_fds()
+        try:
+            if len(fds) != 1:
+                raise TransferCorruptError(f"{len(fds)} descriptors in the answer to Hello")
+            if not isinstance(header, Mapped) or header.epoch != transfer.source.epoch:
+                raise TransferFencedError(f"worker {transfer.source.worker} has no box of epoch {transfer.source.epoch} any more")
+            return attach(fds[0], header.num_bytes)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    async def payload(self, box: memoryview, start: int, frame: Frame, sink: Sink) -> memoryview:
+        """The bytes where they lie: the inbox copies them."""
+        end = start + frame.num_bytes
+        if end > len(box):
+            raise TransferCorruptError(f"a frame at {start}..{end} of a box of {len(box)} bytes")
+        return box[start:end]
