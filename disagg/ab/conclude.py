@@ -1,31 +1,90 @@
-"""The verdict over all arms and rates of a run."""
+"""The verdict over all arms and rates of a run, and each arm's curve. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Literal
 
-from disagg.ab.result import ComparisonReport, VerdictReport, arm_figures
+from disagg.ab.curve import METHOD, LoadPoint, concurrency_at, knee_of, regions
+from disagg.ab.goodput import LEVEL, compare_goodput, goodput_interval
+from disagg.ab.result import ArmFigures, ComparisonReport, CurveReport, PointReport, SetupReport, VerdictReport, arm_figures
 from disagg.ab.rows import Row
-from disagg.ab.verdict import Verdict, judge_all
+from disagg.ab.verdict import Comparison, Verdict, compare_arms, judge_all
 from disagg.config import SloClass
 
-LEVEL = 0.9
 
+def conclude(rows: Mapping[str, Sequence[Row]], classes: Sequence[SloClass], *, simulated: bool = False) -> tuple[VerdictReport, float]:
+    """The verdict, and the rate that its latencies are about: the highest at which an arm keeps 90 % in their class, else the lowest.
 
-def conclude(rows: Mapping[str, Sequence[Row]], classes: Sequence[SloClass]) -> tuple[VerdictReport, float]:
-    """The verdict, and the rate it is about: the highest one at which an arm keeps 90 % inside their class, else the lowest.
-
-    `rows`: by arm, of all rates.
+    `rows`: by arm, of all rates. With several rates goodput decides first. `simulated`: no machine drifted.
     """
     rates = sorted({row.rate_rps or 0.0 for own in rows.values() for row in own})
     at = {rate: {name: [r for r in own if (r.rate_rps or 0.0) == rate] for name, own in rows.items()} for rate in rates}
     kept = [rate for rate in rates if any((arm_figures(own, classes, None).slo_attainment or 0) >= LEVEL for own in at[rate].values())]
-    rate = kept[-1] if kept else rates[0]
-    return verdict_report(judge_all(at[rate], classes), rate), rate
+    reference = kept[-1] if kept else rates[0]
+    num_pairs = max(1, len(rows) - 1)
+
+    def compare(name: str, other: str) -> list[Comparison]:
+        arms = (name, other)
+        found = compare_arms(at[reference][name], at[reference][other], classes, arms, num_pairs=num_pairs, simulated=simulated)
+        if len(rates) == 1:
+            return found
+        goodput = compare_goodput(rows[name], rows[other], classes, arms, family=num_pairs, simulated=simulated)
+        return found if goodput is None else [goodput, *found]
+
+    return verdict_report(judge_all(list(rows), compare), reference), reference
 
 
 def verdict_report(verdict: Verdict, rate_rps: float | None = None) -> VerdictReport:
-    """A verdict in result.json's form."""
-    comparisons = [ComparisonReport(**asdict(c), rate_rps=rate_rps) for c in verdict.comparisons]
+    """A verdict in result.json's form. `rate_rps`: of all its comparisons but goodput, which is about all rates."""
+    comparisons = [ComparisonReport(**asdict(c), rate_rps=None if c.measure == "goodput" else rate_rps) for c in verdict.comparisons]
     return VerdictReport(choose=verdict.choose, reason=verdict.reason, comparisons=comparisons)
+
+
+def curves(
+    rows: Mapping[str, Sequence[Row]],
+    points: Sequence[PointReport],
+    setups: Mapping[str, SetupReport],
+    classes: Sequence[SloClass],
+) -> dict[str, CurveReport]:
+    """Each arm's goodput, regions, knee and recommended concurrency, from two rates on. `points` ascending."""
+    if len(points) < 2:
+        return {}
+    return {name: _curve(own, points, setups.get(name), name, classes) for name, own in rows.items() if own}
+
+
+def _curve(
+    rows: Sequence[Row], points: Sequence[PointReport], setup: SetupReport | None, name: str, classes: Sequence[SloClass]
+) -> CurveReport:
+    measured = [p for p in points if name in p.arms]
+    loads = [_load(p.rate_rps, p.arms[name]) for p in measured]
+    knee = knee_of(loads)
+    goodput, bound = goodput_interval(rows, classes)
+    operate = goodput.value if knee is None else min(goodput.value, knee.rate_rps)
+    unit, count = _unit(setup)
+    return CurveReport(
+        level=LEVEL,
+        goodput_rps=goodput.value,
+        goodput_low_rps=goodput.low,
+        goodput_high_rps=goodput.high,
+        goodput_bound=bound,
+        goodput_per_unit_rps=goodput.value / count if count else None,
+        unit=unit,
+        knee_rps=knee.rate_rps if knee is not None else None,
+        regions={f"{p.rate_rps:g}": region for p, region in zip(measured, regions(loads), strict=True)},
+        recommended_rps=operate,
+        recommended_concurrency=concurrency_at(loads, operate),
+        method=METHOD,
+    )
+
+
+def _load(rate_rps: float, figures: ArmFigures) -> LoadPoint:
+    return LoadPoint(rate_rps, figures.output_tokens_per_s or 0.0, figures.e2e_s.mean or 0.0, figures.mean_concurrency or 0.0)
+
+
+def _unit(setup: SetupReport | None) -> tuple[Literal["GPU", "core"] | None, int]:
+    """What goodput is divided by: GPUs where there are some, else cores. Nothing is known of an external arm."""
+    if setup is None or (not setup.gpus and not setup.cores):
+        return None, 0
+    return ("GPU", setup.gpus) if setup.gpus else ("core", setup.cores or 0)

@@ -196,6 +196,28 @@ class RepeatedRound(_Strict):
     reason: str
 
 
+class CurveReport(_Strict):
+    """One arm over all rates: how much it can take. Rates in requests/s, concurrency in requests in the system.
+
+    `goodput_rps`: highest sustained rate with at least `level` of requests inside their class, with a 95 % interval. `goodput_bound`:
+    `at_least` when no measured rate failed, `below` when the lightest did. `goodput_per_unit_rps`: per `unit`, a GPU or a core.
+    `regions`: of each rate. `knee_rps`: null where it lies beyond the rates. `method`: how knee and regions are defined.
+    """
+
+    level: float
+    goodput_rps: float
+    goodput_low_rps: float
+    goodput_high_rps: float
+    goodput_bound: Literal["within", "at_least", "below"]
+    goodput_per_unit_rps: float | None
+    unit: Literal["GPU", "core"] | None
+    regions: dict[str, Literal["light", "saturating", "overloaded"]]
+    knee_rps: float | None
+    recommended_rps: float
+    recommended_concurrency: float
+    method: str
+
+
 class ComparisonReport(_Strict):
     """One measure of two arms. `low`/`high`: interval of first minus second, at 95 % for all measures of the
     verdict together, null where there is none. `better`: an arm; null when no difference is shown.
@@ -245,6 +267,7 @@ class Result(_Strict):
     rate_rps: float | None = None
     rounds: list[RoundReport]
     arms: dict[str, ArmFigures]
+    curves: dict[str, CurveReport] = Field(default_factory=dict)
     chunk_search: ChunkSearch | None = None
     warm_up: dict[str, WarmUpReport] = Field(default_factory=dict)
     repeated: list[RepeatedRound] = Field(default_factory=list)

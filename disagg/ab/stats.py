@@ -31,6 +31,7 @@ _MOST_BLOCKS_A_ROUND = 20
 _LEAST_BLOCKS = 6
 DRIFT = 0.03  # standard deviation of (arm / baseline) between rounds of one machine, as expected before any was measured
 _PRIOR_DEGREES = 4  # how many rounds that expectation is worth
+_DRIFTING = 2  # what drifts: the speed of prefill and of decode; all measures of a turn move with these together
 _MOST_LOG = 300.0  # an interval without an upper end stays a number in JSON
 _Z95 = NormalDist().inv_cdf(0.975)
 
@@ -145,7 +146,7 @@ def num_resamples(num_samples: int) -> int:
 
 def interval(statistic: Statistic, blocks: Blocks, *, num_samples: int = 0) -> Effect | None:
     """A statistic of one arm with its 95 % interval over what was measured; None when it has no value."""
-    return _bootstrapped(statistic, blocks, 0.05, 0.0, num_samples)
+    return _bootstrapped(statistic, blocks, 1, 0.0, num_samples)
 
 
 def difference(
@@ -166,7 +167,7 @@ def difference(
             a, b = first(weights), second(weights)
             return math.log(a / b) if a is not None and b is not None and a > 0 and b > 0 else None
 
-        found = _bootstrapped(log_ratio, blocks, 0.05 / family, drift, num_samples)
+        found = _bootstrapped(log_ratio, blocks, family, drift, num_samples)
         assert found is not None
         return Effect(ours - theirs, theirs * math.expm1(found.low), theirs * math.expm1(min(found.high, _MOST_LOG)))
 
@@ -174,7 +175,7 @@ def difference(
         a, b = first(weights), second(weights)
         return a - b if a is not None and b is not None else None
 
-    return _bootstrapped(plain, blocks, 0.05 / family, drift * max(abs(ours), abs(theirs)), num_samples)
+    return _bootstrapped(plain, blocks, family, drift * max(abs(ours), abs(theirs)), num_samples)
 
 
 def of_rounds(by_round: Sequence[float], value: float, *, drift: float, family: int = 1) -> Effect | None:
@@ -186,7 +187,7 @@ def of_rounds(by_round: Sequence[float], value: float, *, drift: float, family: 
     return Effect(value, value - half, value + half)
 
 
-def _bootstrapped(statistic: Statistic, blocks: Blocks, alpha: float, drift: float, num_samples: int) -> Effect | None:
+def _bootstrapped(statistic: Statistic, blocks: Blocks, family: int, drift: float, num_samples: int) -> Effect | None:
     value = statistic(blocks.everything())
     if value is None:
         return None
@@ -196,10 +197,10 @@ def _bootstrapped(statistic: Statistic, blocks: Blocks, alpha: float, drift: flo
     by_round = [d for weights in blocks.each_round() if (d := statistic(weights)) is not None]
     variance = float(np.var(drawn)) * few**2
     drifted, drift_degrees = _drift(by_round, variance, drift)
-    t = t_quantile(1 - alpha / 2, _degrees(variance, blocks.count - 1, drifted, drift_degrees))
     low95, high95 = (float(x) for x in np.percentile(drawn, (2.5, 97.5)))
-    stretch = t / _Z95 * few
-    below, above = (math.hypot(stretch * side, t * math.sqrt(drifted)) for side in (max(0.0, value - low95), max(0.0, high95 - value)))
+    stretch = t_quantile(1 - 0.025 / family, max(1, blocks.count - 1)) / _Z95 * few
+    of_drift = t_quantile(1 - 0.025 / min(family, _DRIFTING), drift_degrees) * math.sqrt(drifted)
+    below, above = (math.hypot(stretch * side, of_drift) for side in (max(0.0, value - low95), max(0.0, high95 - value)))
     return Effect(value, value - below, value + above)
 
 
@@ -215,13 +216,6 @@ def _drift(by_round: Sequence[float], explained: float, expected: float) -> tupl
         return seen / max(1, count), max(1, count - 1)
     degrees = _PRIOR_DEGREES + count - 1
     return (_PRIOR_DEGREES * expected**2 + (count - 1) * seen) / degrees / max(1, count), degrees
-
-
-def _degrees(variance: float, degrees: int, drift: float, drift_degrees: int) -> int:
-    """Satterthwaite's degrees of freedom of a sum of two variances."""
-    total = variance + drift
-    parts = variance**2 / max(1, degrees) + drift**2 / drift_degrees
-    return max(1, int(total**2 / parts)) if parts > 0 else max(1, degrees)
 
 
 def t_quantile(probability: float, degrees: int) -> float:

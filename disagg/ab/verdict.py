@@ -3,9 +3,9 @@
 All arms got the same requests, so two arms are compared in pairs of equal requests. A difference counts when (1) its interval lies on one
 side of zero: 95 % for all measures of the verdict together, from a block bootstrap over time that also takes in how the rounds differ (see
 stats.py); (2) it is larger than what nobody would act on (`floor`: 2 points of attainment, 5 % of a latency or a rate); (3) no round
-clearly shows the opposite. Measures decide in a fixed order: SLO attainment (of all requests, then of the classes, where those that differ
-agree), the tail of the inter-token gaps, TPOT, TTFT, throughput. The first that differs chooses the arm; the reason also says what that
-arm does worse. When none differs, the verdict is "either": no difference shown.
+clearly shows the opposite. Measures decide in a fixed order: goodput (where several rates were measured), SLO attainment (of all requests,
+then of the classes, where those that differ agree), the tail of the inter-token gaps, TPOT, TTFT, throughput. The first that differs
+chooses the arm; the reason also says what that arm does worse. When none differs, the verdict is "either": no difference shown.
 
 With more than two arms the baseline is the first champion; each other arm, in the given order, replaces the champion when a verdict between
 the two chooses it.
@@ -13,7 +13,7 @@ the two chooses it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from disagg import slo
@@ -79,14 +79,10 @@ def judge(
     return decide(compare_arms(first, second, classes, arms, simulated=simulated))
 
 
-def judge_all(rows: Mapping[str, Sequence[Row]], classes: Sequence[SloClass], *, simulated: bool = False) -> Verdict:
+def judge_all(arms: Sequence[str], compare: Callable[[str, str], list[Comparison]]) -> Verdict:
     """The verdict on any number of arms: comparisons of each arm with the baseline, then those with another champion."""
-    baseline = baseline_of(list(rows))
-    others = [name for name in rows if name != baseline]
-
-    def compare(name: str, other: str) -> list[Comparison]:
-        return compare_arms(rows[name], rows[other], classes, (name, other), num_pairs=len(others), simulated=simulated)
-
+    baseline = baseline_of(arms)
+    others = [name for name in arms if name != baseline]
     found = [c for name in others for c in compare(name, baseline)]
     champion = baseline
     for name in others:
@@ -130,13 +126,11 @@ def decide(comparisons: Sequence[Comparison]) -> Verdict:
 
 
 def _deciding(overall: Sequence[Comparison], by_class: Sequence[Comparison]) -> str | None:
-    """The arm that the first differing measure favours: attainment of all; of classes, where those that differ agree; then the others."""
-    attainments = [c for c in (*overall[:1], *by_class) if c.unit == "share" and c.better is not None]
-    favoured = {c.better for c in attainments}
-    if overall and overall[0].better is not None:
-        return overall[0].better
-    if len(favoured) == 1:
-        return attainments[0].better
+    """The arm that the first differing measure favours: goodput; attainment of all; of classes, where those agree; then the others."""
+    of_all = next((c.better for c in overall if c.unit in ("requests/s", "share") and c.better is not None), None)
+    of_classes = {c.better for c in by_class if c.unit == "share"}
+    if of_all is not None or len(of_classes) == 1:
+        return of_all or of_classes.pop()
     return next((c.better for c in overall if c.better is not None), None)
 
 
@@ -164,7 +158,7 @@ def compare_arms(
     simulated: bool = False,
 ) -> list[Comparison]:
     """Every measure of two arms over the requests that both were sent. `num_pairs`: how many pairs of arms the verdict compares."""
-    pairs = _paired(first, second)
+    pairs = paired(first, second)
     if not pairs:
         return []
     sides = ([a for a, _ in pairs], [b for _, b in pairs])
@@ -176,9 +170,10 @@ def compare_arms(
     return [*found, _compare_throughput(sides, arms, family, drift)]
 
 
-def _paired(arm: Sequence[Row], baseline: Sequence[Row]) -> list[tuple[Row, Row]]:
-    other = {_key(r): r for r in baseline}
-    return [(r, other[_key(r)]) for r in arm if _key(r) in other]
+def paired(first: Sequence[Row], second: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """The rows of both arms for each request that both were sent."""
+    other = {_key(r): r for r in second}
+    return [(r, other[_key(r)]) for r in first if _key(r) in other]
 
 
 def _key(row: Row) -> Key:
