@@ -30,13 +30,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from disagg import slo
+from disagg.ab.little import law_of, law_warning
 from disagg.ab.measures import row_meets
+from disagg.ab.phases import all_phases
 from disagg.ab.rows import Row, span_s
 from disagg.config import SloClass
 from disagg.errors import ConfigError
 
 SCHEMA = 2
-LITTLE_TOLERANCE = 0.05
 
 
 class _Strict(BaseModel):
@@ -56,10 +57,21 @@ class Distribution(_Strict):
     max: float | None
 
 
+class PhasesReport(_Strict):
+    """Where the time went, of completed requests whose gateway told (phases.py): TTFT = queue + prefill + network, first gap = transfer +
+    waiting."""
+
+    queue_s: Distribution
+    prefill_s: Distribution
+    network_s: Distribution
+    transfer_s: Distribution
+    waiting_s: Distribution
+
+
 class Figures(_Strict):
     """Of one arm, or of one class of it. `errors`: how many of each error type. Means of lengths are of completed requests, in tokens.
 
-    `cancelled`: requests that their own client left, as the workload wanted; attainment does not count them.
+    `cancelled`: requests that their own client left, as the workload wanted; attainment does not count them. `phases`: null where no gateway of ours served them.
     """
 
     sent: int
@@ -78,6 +90,7 @@ class Figures(_Strict):
     mean_concurrency: float | None
     mean_input_tokens: float | None
     mean_output_tokens: float | None
+    phases: PhasesReport | None = None
 
 
 class ClassFigures(Figures):
@@ -88,19 +101,26 @@ class ClassFigures(Figures):
 
 
 class LittlesLaw(_Strict):
-    """Concurrency two ways: counted by the sender while it ran, and lambda x W from the rows."""
+    """Concurrency two ways: counted by the sender while it ran, and lambda x W from the rows. `agrees`: within 5 %.
+
+    `growth`: mean time in the system of the last third of the arrivals by that of the first third; null where they are too few. `warning`:
+    null, or what is wrong and the likely cause.
+    """
 
     measured: float
     arrivals_per_s: float
     mean_in_system_s: float
     expected: float
     agrees: bool
+    growth: float | None = None
+    warning: str | None = None
 
 
 class ArmFigures(Figures):
     """One arm over all its rounds. `span_s`: measured seconds. `routes`: requests by "prefill worker > decode worker".
 
     `max_send_late_s`: how late the sender was at worst. `cached_tokens`: prompt tokens that prefix caches held.
+    `cost_per_million_output_tokens`: in the currency of the price per hour that was given, null without one (see Result.price).
     """
 
     span_s: float
@@ -110,6 +130,7 @@ class ArmFigures(Figures):
     routes: dict[str, int]
     littles_law: LittlesLaw | None
     classes: dict[str, ClassFigures]
+    cost_per_million_output_tokens: float | None = None
 
 
 class RoundReport(_Strict):
@@ -256,6 +277,7 @@ class VerdictReport(_Strict):
 class Result(_Strict):
     """The whole of result.json. `arms` and `rounds` are those of the point `rate_rps`; with one rate that is everything.
 
+    `curves`: by arm, from two rates on. `price`: per GPU-hour (core-hour on CPUs), null when none was given.
     `not_a_result`: why nobody should rely on it (the sender itself fell behind), null when it may be.
     """
 
@@ -268,6 +290,7 @@ class Result(_Strict):
     rounds: list[RoundReport]
     arms: dict[str, ArmFigures]
     curves: dict[str, CurveReport] = Field(default_factory=dict)
+    price: float | None = None
     chunk_search: ChunkSearch | None = None
     warm_up: dict[str, WarmUpReport] = Field(default_factory=dict)
     repeated: list[RepeatedRound] = Field(default_factory=list)
@@ -332,6 +355,7 @@ def _figures(rows: Sequence[Row], classes: Mapping[str, SloClass], span: float) 
         "mean_concurrency": in_system_s / span if span > 0 else None,
         "mean_input_tokens": tokens_in / len(whole) if whole else None,
         "mean_output_tokens": tokens_out / len(whole) if whole else None,
+        "phases": _phases(rows),
     }
 
 
@@ -339,18 +363,32 @@ def _distribution(samples: Any) -> Distribution:
     return Distribution(**asdict(slo.summarise([s for s in samples if s is not None])))
 
 
+def _phases(rows: Sequence[Row]) -> PhasesReport | None:
+    found = all_phases(rows)
+    if not found:
+        return None
+    names = ("queue_s", "prefill_s", "network_s", "transfer_s", "waiting_s")
+    return PhasesReport(**{name: _distribution(getattr(p, name) for p in found) for name in names})
+
+
 def _littles_law(rows: Sequence[Row], mean_in_flight: Sequence[float]) -> LittlesLaw:
-    """Both sides of L = lambda x W over all rounds; each round counts with its length."""
-    spans = [span_s([r for r in rows if r.round == number]) for number in sorted({r.round for r in rows})]
-    total = sum(spans)
-    measured = sum(n * s for n, s in zip(mean_in_flight, spans, strict=True)) / total if total > 0 else 0.0
-    rate = slo.rate_per_s(len(rows), total) or 0.0
-    mean_s = math.fsum(r.end_s - r.sent_s for r in rows) / len(rows)
-    expected = slo.little(rate, mean_s)
-    return LittlesLaw(
-        measured=measured,
-        arrivals_per_s=rate,
-        mean_in_system_s=mean_s,
-        expected=expected,
-        agrees=math.isclose(measured, expected, rel_tol=LITTLE_TOLERANCE, abs_tol=1e-3),
-    )
+    law = law_of(rows, mean_in_flight)
+    lost = sum(r.outcome in ("rejected", "failed") for r in rows)
+    warning = law_warning(law, sent=len(rows), lost=lost, late_s=max(r.send_late_s for r in rows))
+    return LittlesLaw(**asdict(law), agrees=law.agrees, warning=warning)
+
+
+def with_prices(arms: Mapping[str, ArmFigures], setups: Mapping[str, SetupReport], price_per_hour: float | None) -> dict[str, ArmFigures]:
+    """The arms with what a million output tokens cost at their measured throughput. The price is per GPU, on CPUs per core.
+
+    An arm whose size is not known (an external one) has no cost.
+    """
+    priced = {}
+    for name, figures in arms.items():
+        setup = setups.get(name)
+        units = (setup.gpus or setup.cores or 0) if setup is not None else 0
+        tokens_per_s = figures.output_tokens_per_s or 0.0
+        known = price_per_hour is not None and units > 0 and tokens_per_s > 0
+        cost = price_per_hour * units / (tokens_per_s * 3600) * 1e6 if known and price_per_hour is not None else None
+        priced[name] = figures.model_copy(update={"cost_per_million_output_tokens": cost})
+    return priced

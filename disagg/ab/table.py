@@ -30,7 +30,7 @@ def render(result: Result) -> RenderableType:
         table.add_section()
         table.add_row(f"[bold]{escape(class_name)}[/]")
         if figures[0].ttft_target_s is not None or figures[0].tpot_target_s is not None:
-            table.add_row("  target TTFT / TPOT", *(_ms(f.ttft_target_s, f.tpot_target_s) for f in figures))
+            table.add_row("  target TTFT / TPOT", *(milliseconds(f.ttft_target_s, f.tpot_target_s) for f in figures))
         for label, show in _CLASS:
             table.add_row(f"  {label}", *(show(f) for f in figures))
     lines: list[RenderableType] = [table]
@@ -49,25 +49,28 @@ def _title(result: Result) -> str:
     )
 
 
-def _ms(*values: float | None) -> str:
+def milliseconds(*values: float | None) -> str:
+    """`1.5 / 320 ms`; absent values as a dash."""
     if all(v is None for v in values):
         return ABSENT
     return " / ".join(ABSENT if v is None else f"{v * 1e3:,.1f}" if v < 0.0995 else f"{v * 1e3:,.0f}" for v in values) + " ms"
 
 
 def _body(d: Distribution) -> str:
-    return _ms(d.p50, d.p95, d.p99)
+    return milliseconds(d.p50, d.p95, d.p99)
 
 
 def _tail(d: Distribution) -> str:
-    return _ms(d.p50, d.p99, d.p999, d.max)
+    return milliseconds(d.p50, d.p99, d.p999, d.max)
 
 
-def _number(value: float | None, digits: int = 1) -> str:
+def number(value: float | None, digits: int = 1) -> str:
+    """With thousands' commas; a dash for None."""
     return ABSENT if value is None else f"{value:,.{digits}f}"
 
 
-def _share(value: float | None) -> str:
+def share(value: float | None) -> str:
+    """In per cent; a dash for None."""
     return ABSENT if value is None else f"{value:.1%}"
 
 
@@ -75,21 +78,21 @@ _Row = tuple[str, Callable[[Figures], str]]
 
 _LATENCIES: Sequence[_Row] = (
     ("TTFT p50 / p95 / p99", lambda f: _body(f.ttft_s)),
-    ("TTFT max", lambda f: _ms(f.ttft_s.max)),
+    ("TTFT max", lambda f: milliseconds(f.ttft_s.max)),
     ("TPOT p50 / p95 / p99", lambda f: _body(f.tpot_s)),
     ("ITL p50 / p99 / p99.9 / max", lambda f: _tail(f.itl_s)),
 )
 _ALL: Sequence[_Row] = (
     ("sent / completed", lambda f: f"{f.sent:,} / {f.completed:,}"),
     ("rejected / failed", lambda f: f"{f.rejected:,} / {f.failed:,}"),
-    ("within SLO", lambda f: _share(f.slo_attainment)),
+    ("within SLO", lambda f: share(f.slo_attainment)),
     *_LATENCIES,
     ("E2E p50 / p95 / p99", lambda f: _body(f.e2e_s)),
-    ("output tokens/s (input)", lambda f: f"{_number(f.output_tokens_per_s)} ({_number(f.input_tokens_per_s)})"),
-    ("mean tokens in / out", lambda f: f"{_number(f.mean_input_tokens, 0)} / {_number(f.mean_output_tokens, 0)}"),
-    ("mean concurrency", lambda f: _number(f.mean_concurrency, 2)),
+    ("output tokens/s (input)", lambda f: f"{number(f.output_tokens_per_s)} ({number(f.input_tokens_per_s)})"),
+    ("mean tokens in / out", lambda f: f"{number(f.mean_input_tokens, 0)} / {number(f.mean_output_tokens, 0)}"),
+    ("mean concurrency", lambda f: number(f.mean_concurrency, 2)),
 )
 _CLASS: Sequence[_Row] = (
-    ("sent, within SLO", lambda f: f"{f.sent:,}, {_share(f.slo_attainment)}"),
+    ("sent, within SLO", lambda f: f"{f.sent:,}, {share(f.slo_attainment)}"),
     *_LATENCIES,
 )

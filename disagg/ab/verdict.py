@@ -201,7 +201,8 @@ def _compare(
     is_shown = effect.excludes_zero and abs(effect.value) >= measure.floor(ours, theirs)
     is_shown = is_shown and not _contradicted(measure, first, second, blocks, effect.value)
     better = arms[0 if (effect.value > 0) == measure.higher_is_better else 1] if is_shown else None
-    return Comparison(measure.name, measure.slo_class, measure.unit, arms, (ours, theirs), effect.low, effect.high, better)
+    low, high = (max(-1.0, effect.low), min(1.0, effect.high)) if measure.unit == "share" else (effect.low, effect.high)
+    return Comparison(measure.name, measure.slo_class, measure.unit, arms, (ours, theirs), low, high, better)
 
 
 def _contradicted(measure: Measure, first: Pooled, second: Pooled, blocks: Blocks, effect: float) -> bool:

@@ -1,0 +1,112 @@
+"""How arms and phases look: colours of Okabe and Ito (2008) that colour-blind readers tell apart, and never colour alone.
+
+Each arm has a colour, a line style and a marker; each phase a colour and a hatch. matplotlib is imported here and in plots.py only.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disagg.errors import ConfigError
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 1)))
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+PHASES = {
+    "queue": ("#E69F00", "//"),
+    "prefill": ("#0072B2", ""),
+    "network": ("#BBBBBB", ""),
+    "transfer": ("#D55E00", "xx"),
+    "waiting": ("#CC79A7", ".."),
+    "decode": ("#009E73", "\\\\"),
+}
+_SETTINGS = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "hatch.linewidth": 0.5,
+    "svg.hashsalt": "disagg",  # the same figures give the same bytes
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One arm's."""
+
+    colour: str
+    line: Any
+    marker: str
+
+
+def looks(arms: Sequence[str]) -> dict[str, Look]:
+    """By arm, in the order of the result; the eighth arm begins anew with other markers."""
+    return {
+        name: Look(_COLOURS[i % len(_COLOURS)], _LINES[i % len(_LINES)], _MARKERS[(i + i // len(_COLOURS)) % len(_MARKERS)])
+        for i, name in enumerate(arms)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A finished figure. `alt`: what it shows, for who cannot see it. `svg`: as a data URI; `png`: bytes."""
+
+    name: str
+    title: str
+    alt: str
+    svg: str
+    png: bytes
+
+    def write(self, folder: Path) -> Path:
+        """Save the PNG."""
+        path = folder / f"{self.name}.png"
+        path.write_bytes(self.png)
+        return path
+
+
+@contextmanager
+def drawing(width_in: float = 5.4, height_in: float = 3.4, *, rows: int = 1, columns: int = 1) -> Iterator[tuple[Any, Any]]:
+    """A matplotlib figure and its axes, closed at the end. Raises ConfigError without matplotlib."""
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "the report's plots need matplotlib: pip install 'disagg[bench]'",
+            key="matplotlib",
+            value=None,
+            expected="pip install 'disagg[bench]'",
+        ) from error
+    with mpl.rc_context(_SETTINGS):
+        figure = Figure(figsize=(width_in, height_in), layout="constrained")
+        yield figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def log_scale(axis: Any) -> None:
+    """A logarithmic axis with a few plain numbers on it."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
+
+
+def finished(figure: Any, name: str, title: str, alt: str) -> Plot:
+    """Both forms of a figure."""
+    svg, png = io.BytesIO(), io.BytesIO()
+    figure.savefig(svg, format="svg", metadata={"Date": None})
+    figure.savefig(png, format="png", dpi=150)
+    return Plot(name, title, alt, "data:image/svg+xml;base64," + base64.b64encode(svg.getvalue()).decode(), png.getvalue())
