@@ -28,7 +28,9 @@ class TargetFlip:
 
 def target_flips(chosen: Sequence[Row], other: Sequence[Row], classes: Sequence[SloClass]) -> list[TargetFlip]:
     """The nearest factor for TTFT and for TPOT targets at which attainment speaks against `chosen`, if any."""
-    pairs = paired(chosen, other)
+    pairs = [pair for pair in paired(chosen, other) if pair[0].is_judged and pair[1].is_judged]
+    if not pairs:
+        return []
     found = []
     for target in ("TTFT", "TPOT"):
         candidates = [flip for way in (1, -1) if (flip := _nearest(pairs, classes, target, way)) is not None]

@@ -38,9 +38,10 @@ class _Attainments:
 
     def __init__(self, rows: Sequence[Row], classes: Sequence[SloClass], blocks: Blocks, level: float) -> None:
         by_name = {c.name: c for c in classes}
+        judged = np.asarray([row.is_judged for row in rows], dtype=np.float64)
         met = np.asarray([row_meets(row, by_name[row.slo_class]) for row in rows], dtype=np.float64)
-        self._met = np.bincount(blocks.of_request, weights=met, minlength=blocks.count)
-        self._sent = np.bincount(blocks.of_request, minlength=blocks.count)
+        self._met = np.bincount(blocks.of_request, weights=met * judged, minlength=blocks.count)
+        self._sent = np.bincount(blocks.of_request, weights=judged, minlength=blocks.count)
         rates = np.zeros(blocks.count)
         rates[blocks.of_request] = [row.rate_rps or 0.0 for row in rows]
         self._of_rate = {float(rate): rates == rate for rate in np.unique(rates)}

@@ -71,7 +71,8 @@ class PhasesReport(_Strict):
 class Figures(_Strict):
     """Of one arm, or of one class of it. `errors`: how many of each error type. Means of lengths are of completed requests, in tokens.
 
-    `cancelled`: requests that their own client left, as the workload wanted; attainment does not count them. `phases`: null where no gateway of ours served them.
+    `cancelled`: requests that their own client left, as the workload wanted; attainment does not count them.
+    `phases`: null where no gateway of ours served them.
     """
 
     sent: int

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from disagg.ab.arms import setup_of
-from disagg.ab.conclude import conclude
+from disagg.ab.conclude import conclude, curves
 from disagg.ab.journal import Turn, TurnKey
 from disagg.ab.result import ArmFigures, PointReport, RepeatedRound, Result, RoundReport, WarmUpReport, arm_figures
 from disagg.ab.rules import warm_up_report
@@ -23,6 +23,7 @@ def result_of(
 ) -> Result:
     """The whole of result.json."""
     names = [arm.name for arm in comparison.arms]
+    setups = {arm.name: setup_of(arm) for arm in comparison.arms}
     points = [
         _point(comparison, turns, rate, stopped.get(rate, "a probe of the range: one round"), rate not in stopped)
         for rate in sorted({*stopped, *probes})
@@ -35,11 +36,12 @@ def result_of(
         schema=2,
         workload={**comparison.workload.model_dump(mode="json", exclude_none=True), "rounds": len(reference.rounds)},
         environment=environment,
-        setups={arm.name: setup_of(arm) for arm in comparison.arms},
+        setups=setups,
         points=points,
         rate_rps=reference_rps,
         rounds=reference.rounds,
         arms=reference.arms,
+        curves=curves(by_arm, points, setups, comparison.classes),
         chunk_search=comparison.chunk_search,
         warm_up=_warm_ups(comparison, turns),
         repeated=[
@@ -124,11 +126,8 @@ def _lags(turns: Sequence[Turn]) -> list[str]:
 def _arm_warnings(name: str, figures: ArmFigures) -> list[str]:
     found = []
     law = figures.littles_law
-    if law is not None and not law.agrees:
-        found.append(
-            f"{name}: {law.measured:.2f} requests were in flight on average, Little's law gives {law.expected:.2f}: "
-            "the sender's count and the rows disagree, so some rows are missing or wrong"
-        )
+    if law is not None and law.warning is not None:
+        found.append(f"{name}: {law.warning}")
     lost = figures.rejected + figures.failed
     if lost:
         kinds = ", ".join(f"{n} x {kind}" for kind, n in sorted(figures.errors.items()))
