@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from disagg.cli_ab_report import PRICE_HELP, DefaultCommand, add_to, print_report
 from disagg.cli_up import SET_HELP, overrides_of
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from disagg.config import Topology
     from disagg.launch.session import RaySession
 
+HELP = (
+    "Which way to serve, on your model, workload and machine. `disagg ab TOPOLOGY` is short for `disagg ab run TOPOLOGY`; "
+    "its options: `disagg ab run --help`."
+)
 ARMS_HELP = (
     "What to compare, separated by commas: colocated, disagg (every split of the workers), disagg-1p1d (that split), adaptive, "
     "external=URL or external-NAME=URL (any server with OpenAI's API); one name twice is an A/A test. "
@@ -31,7 +36,10 @@ ARMS_HELP = (
 
 
 def register(app: typer.Typer) -> None:
-    app.command("ab")(ab)
+    group = typer.Typer(cls=DefaultCommand, no_args_is_help=True, help=HELP)
+    group.command("run")(ab)
+    add_to(group)
+    app.add_typer(group, name="ab")
 
 
 def ab(
@@ -70,12 +78,14 @@ def ab(
         None, "--resident/--no-resident", help="Keep all arms' engines up all the time; default: where memory allows, on a local Ray."
     ),
     address: str | None = typer.Option(None, "--address", help="A running Ray (auto or HOST:PORT); default: a local one is started."),
+    price_per_gpu_hour: float | None = typer.Option(None, "--price-per-gpu-hour", min=0.0, help=PRICE_HELP),
 ) -> None:
     """Send the same requests at the same times to every arm, in turns, on the same cores; print a table and a verdict."""
     from rich.console import Console
 
     from disagg.ab.out import OutFolder
     from disagg.ab.progress import RunProgress
+    from disagg.ab.result import priced
     from disagg.ab.rules import RangeSearch
     from disagg.ab.run import compare
     from disagg.ab.table import WIDTH, render
@@ -108,11 +118,15 @@ def ab(
             except (KeyboardInterrupt, asyncio.CancelledError):
                 progress.say(f"interrupted; the requests that ended are in {folder.requests}; --resume goes on from there")
                 raise typer.Exit(130) from None
+    if price_per_gpu_hour is not None:
+        result = priced(result, price_per_gpu_hour)
+        folder.write_result(result.to_json())
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
     console.print(render(result))
     console.print(f"{folder.result}  {folder.requests}", soft_wrap=True)
+    print_report(folder.path)
     if result.not_a_result is not None:
         console.print(f"not a result: {result.not_a_result}", soft_wrap=True)
         raise typer.Exit(1)

@@ -39,6 +39,7 @@ def sim(
     profile: Path | None = typer.Option(
         None, "--profile", help="A file of `disagg profile`: its step times and link, with the engine arguments of the topology's pools."
     ),
+    report: bool = typer.Option(True, "--report/--no-report", help="Write report.html and plots beside the result."),
     settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Override a key of the topology, dotted; repeatable."),
 ) -> None:
     """Simulate: seconds of computing for hours of traffic; the same requests, rows and figures as `disagg ab`, marked simulated."""
@@ -68,7 +69,7 @@ def sim(
         _print_goodput(arms, trace, world, rate)
     else:
         sent = scale(trace, Scaling(rate_factor=rate)) if rate != 1.0 else trace
-        _print_result(arms, sent, world, wanted.model_dump(mode="json", exclude_none=True), out)
+        _print_result(arms, sent, world, wanted.model_dump(mode="json", exclude_none=True), out, report)
 
 
 def _link(link_gbps: float | None, measured: Profile | None) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def _mode(name: str) -> Any:
     return Mode(name)
 
 
-def _print_result(arms: dict[str, Topology], trace: Trace, world: SimSettings, workload: dict[str, Any], out: Path) -> None:
+def _print_result(arms: dict[str, Topology], trace: Trace, world: SimSettings, workload: dict[str, Any], out: Path, report: bool) -> None:
     from rich.console import Console
 
     from disagg.ab.out import OutFolder
@@ -112,6 +113,10 @@ def _print_result(arms: dict[str, Topology], trace: Trace, world: SimSettings, w
     for note in trace.notes:
         console.print(f"trace: {note}")
     console.print(f"{folder.result}  {folder.requests}", soft_wrap=True)
+    if report:
+        from disagg.cli_ab_report import print_report
+
+        print_report(folder.path)
 
 
 def _print_goodput(arms: dict[str, Topology], trace: Trace, world: SimSettings, start: float) -> None:

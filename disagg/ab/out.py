@@ -19,6 +19,7 @@ FILES = (
     "run.json",
     "chunk-search",
     "report.html",
+    "plots",
 )
 
 

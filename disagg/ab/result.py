@@ -314,6 +314,19 @@ def read_result(path: Path) -> Result:
         raise ConfigError(f"{path}: not a result.json of schema {SCHEMA}: {error}", key=str(path), expected="a result.json") from error
 
 
+def classes_of(result: Result) -> tuple[SloClass, ...]:
+    """The SLO classes with their targets, as the figures tell them."""
+    found = {name: c for figures in result.arms.values() for name, c in figures.classes.items()}
+    return tuple(
+        SloClass(
+            name=name,
+            ttft_ms=None if c.ttft_target_s is None else c.ttft_target_s * 1e3,
+            tpot_ms=None if c.tpot_target_s is None else c.tpot_target_s * 1e3,
+        )
+        for name, c in found.items()
+    )
+
+
 def arm_figures(rows: Sequence[Row], classes: Sequence[SloClass], mean_in_flight: Sequence[float] | None) -> ArmFigures:
     """One arm's figures from all its rows. `mean_in_flight`: what the sender counted in each round, in order; None when not known."""
     span = span_s(rows)
@@ -379,17 +392,19 @@ def _littles_law(rows: Sequence[Row], mean_in_flight: Sequence[float]) -> Little
     return LittlesLaw(**asdict(law), agrees=law.agrees, warning=warning)
 
 
-def with_prices(arms: Mapping[str, ArmFigures], setups: Mapping[str, SetupReport], price_per_hour: float | None) -> dict[str, ArmFigures]:
-    """The arms with what a million output tokens cost at their measured throughput. The price is per GPU, on CPUs per core.
+def priced(result: Result, price_per_hour: float) -> Result:
+    """The result with what a million output tokens cost at each arm's measured throughput. The price is per GPU, on CPUs per core.
 
     An arm whose size is not known (an external one) has no cost.
     """
-    priced = {}
-    for name, figures in arms.items():
-        setup = setups.get(name)
+
+    def with_cost(name: str, figures: ArmFigures) -> ArmFigures:
+        setup = result.setups.get(name)
         units = (setup.gpus or setup.cores or 0) if setup is not None else 0
         tokens_per_s = figures.output_tokens_per_s or 0.0
-        known = price_per_hour is not None and units > 0 and tokens_per_s > 0
-        cost = price_per_hour * units / (tokens_per_s * 3600) * 1e6 if known and price_per_hour is not None else None
-        priced[name] = figures.model_copy(update={"cost_per_million_output_tokens": cost})
-    return priced
+        cost = price_per_hour * units / (tokens_per_s * 3600) * 1e6 if units and tokens_per_s else None
+        return figures.model_copy(update={"cost_per_million_output_tokens": cost})
+
+    points = [p.model_copy(update={"arms": {name: with_cost(name, f) for name, f in p.arms.items()}}) for p in result.points]
+    arms = {name: with_cost(name, figures) for name, figures in result.arms.items()}
+    return result.model_copy(update={"arms": arms, "points": points, "price": price_per_hour})

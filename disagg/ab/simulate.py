@@ -8,17 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from disagg.ab.conclude import verdict_report
+from disagg.ab.arms import Arm, setup_of
+from disagg.ab.conclude import conclude
 from disagg.ab.environment import describe
-from disagg.ab.result import Result, RoundReport, VerdictReport, arm_figures
+from disagg.ab.result import Result, RoundReport, arm_figures
 from disagg.ab.rows import Row
-from disagg.ab.verdict import judge
-from disagg.config import SloClass, Topology
+from disagg.config import Topology
 from disagg.sim.cluster import simulate
 from disagg.sim.outcome import Outcome, SimReport
 from disagg.sim.settings import SimSettings
 from disagg.trace import Trace
-from disagg.types import Mode
 
 _DIGITS = 6  # of instants, as in the A/B's rows
 
@@ -80,7 +79,7 @@ def _row(arm: str, stream: str, o: Outcome) -> Row:
 def simulated_result(
     arms: Sequence[SimulatedArm], rows: Mapping[str, Sequence[Row]], trace: Trace, workload: Mapping[str, Any], settings: SimSettings
 ) -> Result:
-    """result.json of a simulation. `rows`: by arm's name. The verdict compares `disagg` with `colocated` where both were run."""
+    """result.json of a simulation. `rows`: by arm's name. The verdict compares all arms; nothing drifts in a simulation."""
     classes = arms[0].topology.slo_classes
     environment = describe({arm.name: arm.topology for arm in arms}, resident=False)
     environment |= {
@@ -94,17 +93,11 @@ def simulated_result(
         schema=2,
         workload=dict(workload),
         environment=environment,
+        setups={arm.name: setup_of(Arm(arm.name, arm.topology.mode, arm.topology)) for arm in arms},
         rounds=[RoundReport(round=1, order=[arm.name for arm in arms], sender={})],
         arms=figures,
-        verdict=_verdict(rows, classes),
+        verdict=conclude(rows, classes, simulated=True)[0],
         warnings=[
             "simulated: no engine ran; step times are the roofline's or a profile's, links and messages as set in environment.simulation"
         ],
     )
-
-
-def _verdict(rows: Mapping[str, Sequence[Row]], classes: Sequence[SloClass]) -> VerdictReport:
-    ours, theirs = rows.get(Mode.DISAGG.value), rows.get(Mode.COLOCATED.value)
-    if ours is None or theirs is None:
-        return VerdictReport(choose="either", reason="Nothing is compared: it takes arms disagg and colocated.", comparisons=[])
-    return verdict_report(judge(ours, theirs, classes))

@@ -37,7 +37,7 @@ _Z95 = NormalDist().inv_cdf(0.975)
 
 Weights = np.ndarray  # [blocks] int64: how often each block counts
 Statistic = Callable[[Weights], float | None]
-Scale = Literal["ratio", "difference"]
+Scale = Literal["ratio", "share"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,8 @@ def difference(
     """(first - second) with an interval that holds with 95 % for `family` measures together (Bonferroni). None without values.
 
     `ratio`: the interval is computed for the logarithm of first / second, where noise is alike at all sizes, and given as a difference at
-    the second's value. A ratio that does not exist (a zero) falls back to the difference. `drift`: as DRIFT, 0 for what has none.
+    the second's value. A ratio that does not exist (a zero) falls back to the difference. `share`: the difference; a machine's drift moves
+    most requests across their targets where half of them meet them. `drift`: as DRIFT, 0 for what has none.
     """
     whole = blocks.everything()
     ours, theirs = first(whole), second(whole)
@@ -175,7 +176,9 @@ def difference(
         a, b = first(weights), second(weights)
         return a - b if a is not None and b is not None else None
 
-    return _bootstrapped(plain, blocks, family, drift * max(abs(ours), abs(theirs)), num_samples)
+    mean = min(1.0, max(0.0, (ours + theirs) / 2))
+    expected = drift * 4 * mean * (1 - mean) if scale == "share" else drift * max(abs(ours), abs(theirs))
+    return _bootstrapped(plain, blocks, family, expected, num_samples)
 
 
 def of_rounds(by_round: Sequence[float], value: float, *, drift: float, family: int = 1) -> Effect | None:

@@ -25,7 +25,7 @@ from disagg.errors import DisaggError
 MOST_TRIES = 3  # of a turn in which workers died
 _MOST_WARM_UP_COPIES = 8
 _EXTERNAL_COPIES = 2  # of each warm-up request; how many workers an external arm has is not known
-_DEFAULT_VOCAB = 32_000
+DEFAULT_VOCAB = 32_000
 _KEY_VARIABLE = "OPENAI_API_KEY"  # whose value is sent to external arms as a bearer token
 
 
@@ -141,7 +141,7 @@ class Turns:
     @property
     def _vocabulary(self) -> int:
         """One for all arms, so that they get the same prompts."""
-        return self._vocab_size or _DEFAULT_VOCAB
+        return self._vocab_size or DEFAULT_VOCAB
 
     async def _warm_up(self, client: StreamingClient, arm: Arm, workload: AnyWorkload) -> None:
         """Every length once on every worker (at most 8 at a time), unmeasured. Raises DisaggError when a request fails."""

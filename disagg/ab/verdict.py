@@ -193,7 +193,7 @@ def _compare(
 ) -> Comparison | None:
     """One measure of both arms; None when an arm has no sample of it."""
     first, second = (Pooled([measure.samples(row) for row in rows], blocks.of_request, measure.percent) for rows in sides)
-    scale: Scale = "difference" if measure.unit == "share" else "ratio"
+    scale: Scale = "share" if measure.unit == "share" else "ratio"
     effect = difference(first, second, blocks, scale=scale, drift=drift, family=family, num_samples=first.size + second.size)
     ours, theirs = first(blocks.everything()), second(blocks.everything())
     if effect is None or ours is None or theirs is None:

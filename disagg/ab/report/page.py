@@ -19,11 +19,10 @@ from disagg.ab.report.busy import busy_workers
 from disagg.ab.report.pick import same_requests
 from disagg.ab.report.style import Plot, looks
 from disagg.ab.report.tables import Table, curve_table, effect_table, figure_table, law_table, phase_table, rate_table
-from disagg.ab.report.words import comparisons_of, opening, verdict_pair
-from disagg.ab.result import Result, read_result
+from disagg.ab.result import Result, classes_of, read_result
 from disagg.ab.rows import Row, read_rows
 from disagg.ab.verdict import EITHER, judge
-from disagg.config import SloClass
+from disagg.ab.words import comparisons_of, opening, verdict_pair
 from disagg.errors import DisaggError
 
 _SHOWN_REQUESTS = 9
@@ -66,19 +65,6 @@ def write_report(folder: Path) -> Path:
     except OSError as error:
         raise DisaggError(f"cannot write {path}: {error.strerror}; result.json and requests.jsonl are whole") from error
     return path
-
-
-def classes_of(result: Result) -> tuple[SloClass, ...]:
-    """The SLO classes with their targets, as the figures tell them."""
-    found = {name: c for figures in result.arms.values() for name, c in figures.classes.items()}
-    return tuple(
-        SloClass(
-            name=name,
-            ttft_ms=None if c.ttft_target_s is None else c.ttft_target_s * 1e3,
-            tpot_ms=None if c.tpot_target_s is None else c.tpot_target_s * 1e3,
-        )
-        for name, c in found.items()
-    )
 
 
 def _page(result: Result, rows: dict[str, list[Row]], sections: Sequence[Section]) -> str:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import cast
 
 from disagg.ab.measures import Unit
-from disagg.ab.report.words import change
 from disagg.ab.result import ComparisonReport, Distribution, Figures, Result
 from disagg.ab.table import ABSENT, milliseconds, number, share
 from disagg.ab.verdict import shown
+from disagg.ab.words import change
 
 
 @dataclass(frozen=True, slots=True)

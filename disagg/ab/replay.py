@@ -1,0 +1,194 @@
+"""The requests of a requests.jsonl again: the same lengths, classes and due times, and the same prompts where the workload is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from disagg.ab.conclude import conclude
+from disagg.ab.environment import describe
+from disagg.ab.load import OpenLoop, StreamingClient
+from disagg.ab.out import OutFolder
+from disagg.ab.progress import RunProgress
+from disagg.ab.result import PointReport, Result, RoundReport, arm_figures, classes_of, read_result
+from disagg.ab.rows import Row, RowFile, read_rows
+from disagg.ab.run import planned_at
+from disagg.ab.trace_plan import AnyWorkload, at_rate, mean_rate_rps
+from disagg.ab.trace_workload import TraceWorkload
+from disagg.ab.workload import PlannedRequest, Workload
+from disagg.config import SloClass, Topology, validated
+from disagg.errors import ConfigError, nearest
+
+REPLAY = "replay"
+Turn = tuple[float, int]  # requests/s, round
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One arm's requests as they were sent. `turns`: what to send again, by rate and round. `same_prompts`: token for token."""
+
+    arm: str
+    rows: tuple[Row, ...]
+    turns: Mapping[Turn, tuple[PlannedRequest, ...]]
+    classes: tuple[SloClass, ...]
+    workload: Mapping[str, Any]
+    timeout_s: float
+    same_prompts: bool
+
+
+def load_recording(path: Path, arm: str | None = None) -> Recording:
+    """Read a requests.jsonl; `arm`: None takes its first. Raises ConfigError.
+
+    A result.json beside it tells the workload, from which the prompts follow; without it, prompts of the same lengths are made anew.
+    """
+    rows = read_rows(path)
+    if not rows:
+        raise ConfigError(f"{path}: it has no request", key=str(path), expected="a requests.jsonl with at least one row")
+    names = list(dict.fromkeys(r.arm for r in rows))
+    chosen = names[0] if arm is None else arm
+    if chosen not in names:
+        raise ConfigError(key="--arm", value=arm, expected=f"an arm of {path}: {nearest(chosen, names)}")
+    own = tuple(sorted((r for r in rows if r.arm == chosen), key=lambda r: (r.rate_rps or 0.0, r.round, r.index)))
+    beside = path.with_name("result.json")
+    result = read_result(beside) if beside.exists() else None
+    classes = _classes(own, result)
+    planned, same = _planned(own, result, classes)
+    return Recording(chosen, own, planned, classes, dict(result.workload) if result else {"name": path.stem}, _timeout_s(result), same)
+
+
+def _classes(rows: Sequence[Row], result: Result | None) -> tuple[SloClass, ...]:
+    known = {c.name: c for c in classes_of(result)} if result is not None else {}
+    return tuple(known.get(name, SloClass(name=name)) for name in dict.fromkeys(r.slo_class for r in rows))
+
+
+def _timeout_s(result: Result | None) -> float:
+    return float(result.workload.get("timeout_s", 120.0)) if result is not None else 120.0
+
+
+def _planned(
+    rows: Sequence[Row], result: Result | None, classes: Sequence[SloClass]
+) -> tuple[dict[Turn, tuple[PlannedRequest, ...]], bool]:
+    workload = _workload(result)
+    turns: dict[Turn, tuple[PlannedRequest, ...]] = {}
+    same = workload is not None
+    for turn in dict.fromkeys((r.rate_rps or 0.0, r.round) for r in rows):
+        own = [r for r in rows if (r.rate_rps or 0.0, r.round) == turn]
+        again = _as_the_run_planned(workload, turn, classes, own) if workload is not None else None
+        same = same and again is not None
+        turns[turn] = again if again is not None else tuple(_from_row(row) for row in own)
+    return turns, same
+
+
+def _workload(result: Result | None) -> AnyWorkload | None:
+    if result is None or result.environment.get("simulated"):
+        return None
+    try:
+        raw = dict(result.workload)
+        return validated(TraceWorkload, raw, "result.json") if "trace" in raw else validated(Workload, raw, "result.json")
+    except ConfigError:
+        return None
+
+
+def _as_the_run_planned(
+    workload: AnyWorkload, turn: Turn, classes: Sequence[SloClass], rows: Sequence[Row]
+) -> tuple[PlannedRequest, ...] | None:
+    """The run's own plan of that turn; None when it does not give these rows (another version, a trace that is not here)."""
+    rate, round_ = turn
+    try:
+        own = mean_rate_rps(workload, classes)
+        paced = workload if abs(own - rate) <= 0.005 * own else at_rate(workload, classes, rate)
+        planned = planned_at(paced, rate, classes, round_ - 1)
+    except ConfigError:
+        return None
+    wanted = {(r.index, r.input_tokens, r.max_output_tokens, r.due_s) for r in rows}
+    return planned if {(p.index, p.input_tokens, p.output_tokens, p.due_s) for p in planned} >= wanted else None
+
+
+def _from_row(row: Row) -> PlannedRequest:
+    return PlannedRequest(
+        round=row.round - 1,
+        index=row.index,
+        stream=row.stream,
+        slo_class=row.slo_class,
+        due_s=row.due_s,
+        input_tokens=row.input_tokens,
+        output_tokens=row.max_output_tokens,
+        shared_prefix_tokens=0,
+        ignore_eos=True,
+        temperature=0.0,
+        seed=f"replay/{row.prompt_digest}",
+    )
+
+
+async def replay(
+    recording: Recording, client: StreamingClient, vocab_size: int, out: OutFolder, progress: RunProgress, environment: Mapping[str, Any]
+) -> Result:
+    """Send everything again, turn by turn; rows of both runs go to `out`, so that its result compares them. Failed requests are counted.
+
+    Raises DisaggError when the disk is full.
+    """
+    sent: list[Row] = []
+    in_flight: dict[Turn, float] = {}
+    progress.plan(len(recording.turns), max(p.due_s for turn in recording.turns.values() for p in turn))
+    with RowFile(out.requests) as file:
+        for row in recording.rows:
+            file.append(row)
+        for number, (turn, planned) in enumerate(recording.turns.items(), start=1):
+            progress.begin_turn(f"{number} of {len(recording.turns)}: round {turn[1]} at {turn[0]:g}/s", len(planned))
+            load = OpenLoop(client, planned, arm=REPLAY, vocab_size=vocab_size, timeout_s=recording.timeout_s, rate_rps=turn[0])
+            async with aclosing(load.rows()) as rows:
+                async for row in rows:
+                    sent.append(row)
+                    file.append(row)
+                    progress.request_ended()
+            in_flight[turn] = load.report.mean_in_flight
+            progress.end_turn()
+    result = _result(recording, sent, in_flight, environment)
+    out.write_result(result.to_json())
+    return result
+
+
+def _result(recording: Recording, sent: Sequence[Row], in_flight: Mapping[Turn, float], environment: Mapping[str, Any]) -> Result:
+    original = [replace(r, rate_rps=r.rate_rps or 0.0) for r in recording.rows]
+    rows = {recording.arm: original, REPLAY: list(sent)}
+    verdict, reference = conclude(rows, recording.classes)
+    points = [_point(recording, rows, rate, in_flight) for rate in sorted({rate for rate, _ in recording.turns})]
+    point = next(p for p in points if p.rate_rps == reference)
+    return Result(
+        schema=2,
+        workload=dict(recording.workload),
+        environment=dict(environment),
+        points=points if len(points) > 1 else [],
+        rate_rps=reference or None,
+        rounds=point.rounds,
+        arms=point.arms,
+        verdict=verdict,
+        warnings=_warnings(recording, sent),
+    )
+
+
+def _point(recording: Recording, rows: Mapping[str, Sequence[Row]], rate: float, in_flight: Mapping[Turn, float]) -> PointReport:
+    numbers = sorted(number for r, number in recording.turns if r == rate)
+    at = {name: [r for r in own if (r.rate_rps or 0.0) == rate] for name, own in rows.items()}
+    counted = [in_flight[(rate, number)] for number in numbers]
+    arms = {name: arm_figures(own, recording.classes, counted if name == REPLAY else None) for name, own in at.items()}
+    rounds = [RoundReport(round=number, order=[REPLAY], sender={}) for number in numbers]
+    return PointReport(rate_rps=rate, probe=False, rounds=rounds, arms=arms, stopped="as recorded")
+
+
+def _warnings(recording: Recording, sent: Sequence[Row]) -> list[str]:
+    before = {(r.rate_rps or 0.0, r.round, r.index): r.prompt_digest for r in recording.rows}
+    differ = sum(before.get((r.rate_rps or 0.0, r.round, r.index)) != r.prompt_digest for r in sent)
+    found = [f"{recording.arm} was measured before, the replay now: a difference may be the machine's"]
+    if differ:
+        found.append(f"{differ} of {len(sent)} prompts have other tokens than the recorded ones (same lengths): a prefix cache sees others")
+    return found
+
+
+def replay_environment(topology: Topology | None, target: str, model: str) -> dict[str, Any]:
+    """Where the replay ran. `target`: the address, or the topology's file."""
+    found = describe({REPLAY: topology} if topology is not None else {}, resident=False)
+    return {**found, "model": model, "replayed_to": target}
