@@ -1,0 +1,126 @@
+"""The verdict over made-up machines that drift: equal arms show no difference, a planted slow-down is found, several rates and arms."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from disagg.ab.conclude import conclude
+from disagg.ab.goodput import goodput_interval, goodput_rps
+from disagg.ab.stats import Blocks, Pooled, difference, interval, of_rounds, t_quantile, time_blocks
+from disagg.ab.verdict import judge
+from disagg.config import SloClass
+from tests.synthetic_rows import Machine, served
+
+CLASSES = (SloClass(name="chat", ttft_ms=500, tpot_ms=60),)
+QUIET = Machine(drift=0.01, wobble=0.02)
+
+
+def short(arm: str, machine: Machine, seed: int, rate_rps: float = 1.0) -> list:
+    return served(arm, machine, seed, rounds=3, duration_s=40, tokens=40, rate_rps=rate_rps)
+
+
+def test_equal_arms_show_no_difference_in_nine_of_ten_runs():
+    machine = Machine(drift=0.03, wobble=0.03)
+    chosen = [judge(short("disagg", machine, seed), short("colocated", machine, 100 + seed), CLASSES).choose for seed in range(20)]
+    assert chosen.count("either") >= 18
+
+
+def test_a_planted_slow_down_of_decode_by_ten_per_cent_is_found():
+    slow = dataclasses.replace(QUIET, step_s=QUIET.step_s * 1.1)
+    verdicts = [judge(short("disagg", slow, seed), short("colocated", QUIET, 100 + seed), CLASSES) for seed in range(8)]
+    assert [v.choose for v in verdicts].count("colocated") >= 7
+    median = next(c for c in verdicts[0].comparisons if c.measure == "TPOT p50")
+    assert 0 < median.low < median.values[0] - median.values[1] < median.high
+
+
+def test_shared_moments_do_not_count_as_many():
+    """One long gap in each of twenty windows hits all requests of its window: resampling requests would see 20 x 10 independent ones."""
+    rng = np.random.default_rng(1)
+    windows = rng.normal(0.0, 1.0, 20)
+    due = [w * 10 + i for w in range(20) for i in range(10)]
+    samples = [(float(windows[w]) + 0.01 * i,) for w in range(20) for i in range(10)]
+    by_window = time_blocks([1] * 200, due, memory_s=4.9)
+    single = Blocks(np.arange(200), np.ones(200, dtype=int), np.zeros(200, dtype=int))
+    widths = []
+    for blocks in (by_window, single):
+        found = interval(Pooled(samples, blocks.of_request, None), blocks)
+        assert found is not None
+        widths.append(found.high - found.low)
+    assert widths[0] > 2.5 * widths[1]
+
+
+def test_rounds_that_disagree_widen_the_interval_and_one_round_is_not_trusted_with_little():
+    def effect(factors: tuple[float, ...]) -> tuple[float, float]:
+        count = 30
+        rounds = [r for r in range(len(factors)) for _ in range(count)]
+        blocks = time_blocks(rounds, [float(i) for _ in factors for i in range(count)], memory_s=0.5)
+        ours = Pooled([(0.1 * factors[r],) for r in rounds], blocks.of_request, None)
+        theirs = Pooled([(0.1,) for _ in rounds], blocks.of_request, None)
+        found = difference(ours, theirs, blocks, scale="ratio")
+        assert found is not None
+        return found.low, found.high
+
+    assert effect((1.1, 1.1, 1.1))[0] > 0
+    assert effect((1.3, 0.95, 1.05))[0] < 0
+    assert effect((1.05,))[0] < 0
+    assert effect((2.0,))[0] > 0
+
+
+def test_simulations_do_not_drift():
+    blocks = time_blocks([1] * 40, [float(i) for i in range(40)], memory_s=0.5)
+    ours, theirs = (Pooled([(x,)] * 40, blocks.of_request, None) for x in (0.103, 0.1))
+    found = difference(ours, theirs, blocks, scale="ratio", drift=0.0)
+    assert found is not None
+    assert found.low == pytest.approx(0.003)
+
+
+@pytest.mark.parametrize(
+    ("probability", "degrees", "wanted"), [(0.975, 1, 12.7062), (0.975, 4, 2.7764), (0.995, 7, 3.4995), (0.975, 30, 2.0423)]
+)
+def test_quantiles_of_students_t(probability: float, degrees: int, wanted: float):
+    assert t_quantile(probability, degrees) == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_single_round_has_no_interval_of_rounds():
+    assert of_rounds([1.0], 1.0, drift=0.0) is None
+    found = of_rounds([1.0, 1.2, 1.1], 1.1, drift=0.0)
+    assert found is not None
+    assert found.low == pytest.approx(1.1 - 4.3027 * 0.1 / 3**0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("attainment", "rate", "bound"),
+    [
+        ({1.0: 1.0, 2.0: 0.8}, 1.5, "within"),
+        ({1.0: 0.95, 2.0: 0.92}, 2.0, "at_least"),
+        ({1.0: 0.8}, 0.5, "below"),
+        ({1.0: 1.0, 2.0: 0.5, 3.0: 1.0}, 1.2, "within"),
+    ],
+)
+def test_goodput_is_where_attainment_first_falls_through_the_level(attainment: dict[float, float], rate: float, bound: str):
+    assert goodput_rps(attainment) == (pytest.approx(rate), bound)
+
+
+def test_over_several_rates_goodput_decides_between_any_number_of_arms():
+    def arm(name: str, slope: float) -> list:
+        return [
+            r
+            for rate in (0.5, 1, 2)
+            for r in short(name, dataclasses.replace(QUIET, stall_s=0.2, step_s=0.03 * (1 + slope * rate)), 3, rate)
+        ]
+
+    rows = {"colocated": arm("colocated", 0.5), "disagg-1p2d": arm("disagg-1p2d", 0.1), "adaptive": arm("adaptive", 0.5)}
+    verdict, reference = conclude(rows, CLASSES)
+    assert (verdict.choose, reference) == ("disagg-1p2d", 2)
+    first = verdict.comparisons[0]
+    assert (first.measure, first.arms, first.better, first.rate_rps) == ("goodput", ("disagg-1p2d", "colocated"), "disagg-1p2d", None)
+    assert verdict.reason.startswith("Disagg-1p2d is better in goodput (2.00 requests/s against ")
+    found, bound = goodput_interval(rows["colocated"], CLASSES)
+    assert found.low <= found.value <= found.high
+    assert bound == "within"
+    same, _ = conclude({"colocated": rows["colocated"], "adaptive": rows["adaptive"]}, CLASSES)
+    assert same.choose == "either"
+    assert same.reason.startswith("No difference shown")
