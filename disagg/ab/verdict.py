@@ -1,11 +1,12 @@
 """Which arm to choose, from the rows of all of them. Pure.
 
 All arms got the same requests, so two arms are compared in pairs of equal requests. A difference counts when (1) its interval lies on one
-side of zero: 95 % for all measures of the verdict together, from a block bootstrap over time that also takes in how the rounds differ (see
-stats.py); (2) it is larger than what nobody would act on (`floor`: 2 points of attainment, 5 % of a latency or a rate); (3) no round
-clearly shows the opposite. Measures decide in a fixed order: goodput (where several rates were measured), SLO attainment (of all requests,
-then of the classes, where those that differ agree), the tail of the inter-token gaps, TPOT, TTFT, throughput. The first that differs
-chooses the arm; the reason also says what that arm does worse. When none differs, the verdict is "either": no difference shown.
+side of zero: 95 % for all measures of the verdict together, from a block bootstrap over time that also takes in how the rounds differ
+(see stats.py); (2) it is larger than what nobody would act on (`floor`: 2 points of attainment, 5 % of a latency or a rate); (3) no round
+clearly shows the opposite. Measures decide in a fixed order: goodput (where several rates were measured), the share that completed, SLO
+attainment (of all requests, then of the classes, where those that differ agree), the tail of the inter-token gaps, TPOT, TTFT,
+throughput. The first that differs chooses the arm; the reason also says what that arm does worse. When none differs, the verdict is
+"either": no difference shown.
 
 With more than two arms the baseline is the first champion; each other arm, in the given order, replaces the champion when a verdict between
 the two chooses it.
@@ -13,6 +14,7 @@ the two chooses it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +25,7 @@ from disagg.ab.stats import DRIFT, Blocks, Pooled, Scale, difference, of_rounds,
 from disagg.config import SloClass
 
 EITHER = "either"
+_SURE, _MANY = 0.001, 0.1  # of lost requests: chance of the split, and share
 BASELINE = "colocated"
 Key = tuple[float | None, int, int]  # rate, round, index: names one request in every arm
 
@@ -167,7 +170,8 @@ def compare_arms(
     family = num_pairs * (len(measures) + 1)  # and throughput
     drift = 0.0 if simulated else DRIFT
     found = [c for m in measures if (c := _compare(m, sides, blocks, arms, family, drift)) is not None]
-    return [*found, _compare_throughput(sides, arms, family, drift)]
+    completed = _compare_completed(sides, arms)
+    return [*([completed] if completed is not None else []), *found, _compare_throughput(sides, arms, family, drift)]
 
 
 def paired(first: Sequence[Row], second: Sequence[Row]) -> list[tuple[Row, Row]]:
@@ -203,6 +207,33 @@ def _compare(
     better = arms[0 if (effect.value > 0) == measure.higher_is_better else 1] if is_shown else None
     low, high = (max(-1.0, effect.low), min(1.0, effect.high)) if measure.unit == "share" else (effect.low, effect.high)
     return Comparison(measure.name, measure.slo_class, measure.unit, arms, (ours, theirs), low, high, better)
+
+
+def _compare_completed(sides: Sequence[Sequence[Row]], arms: tuple[str, str]) -> Comparison | None:
+    """Requests that brought an answer, where some did not: an arm that lost many is not chosen for the latencies of the others.
+
+    An exact paired sign test (McNemar 1947). Requests that fail together count as many here: that an arm failed at all is no noise.
+    None when all completed.
+    """
+    judged = [(a, b) for a, b in zip(*sides, strict=True) if a.is_judged and b.is_judged]
+    only_first = sum(a.is_whole and not b.is_whole for a, b in judged)
+    only_second = sum(b.is_whole and not a.is_whole for a, b in judged)
+    if all(a.is_whole and b.is_whole for a, b in judged):
+        return None
+    values = (sum(a.is_whole for a, _ in judged) / len(judged), sum(b.is_whole for _, b in judged) / len(judged))
+    difference_ = values[0] - values[1]
+    spread = 1.96 * math.sqrt(max(0.0, (only_first + only_second) / len(judged) - difference_**2) / len(judged))
+    is_shown = _sign_test(only_first, only_second) < _SURE and abs(difference_) >= _MANY
+    better = arms[0 if difference_ > 0 else 1] if is_shown else None
+    low, high = max(-1.0, difference_ - spread), min(1.0, difference_ + spread)
+    return Comparison("completed", None, "share", arms, values, low, high, better)
+
+
+def _sign_test(ups: int, downs: int) -> float:
+    """Two-sided probability of so unequal a split by chance."""
+    count = ups + downs
+    tail = sum(math.comb(count, k) for k in range(min(ups, downs) + 1))
+    return float(min(1.0, 2 * tail / 2**count))
 
 
 def _contradicted(measure: Measure, first: Pooled, second: Pooled, blocks: Blocks, effect: float) -> bool:

@@ -124,3 +124,16 @@ def test_over_several_rates_goodput_decides_between_any_number_of_arms():
     same, _ = conclude({"colocated": rows["colocated"], "adaptive": rows["adaptive"]}, CLASSES)
     assert same.choose == "either"
     assert same.reason.startswith("No difference shown")
+
+
+def test_an_arm_that_lost_its_requests_is_not_chosen_for_the_latencies_of_the_others():
+    slow = dataclasses.replace(QUIET, step_s=QUIET.step_s * 2)
+    kept = short("colocated", slow, 1)
+    broken = [
+        r if i < 8 else dataclasses.replace(r, outcome="failed", error="EngineError") for i, r in enumerate(short("disagg", QUIET, 2))
+    ]
+    verdict = judge(broken, kept, (SloClass(name="chat", ttft_ms=9000),))
+    assert verdict.choose == "colocated"
+    assert verdict.comparisons[0].measure == "completed"
+    one_lost = [dataclasses.replace(r, outcome="failed") if i == 3 else r for i, r in enumerate(short("disagg", slow, 2))]
+    assert judge(one_lost, kept, CLASSES).choose == "either"
