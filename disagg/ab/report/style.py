@@ -108,5 +108,6 @@ def finished(figure: Any, name: str, title: str, alt: str) -> Plot:
     """Both forms of a figure."""
     svg, png = io.BytesIO(), io.BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None})
+    figure.set_layout_engine("none")  # the layout of the first drawing holds for the second, and is most of the work
     figure.savefig(png, format="png", dpi=150)
     return Plot(name, title, alt, "data:image/svg+xml;base64," + base64.b64encode(svg.getvalue()).decode(), png.getvalue())
