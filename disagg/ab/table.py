@@ -25,6 +25,8 @@ def render(result: Result) -> RenderableType:
         table.add_column(name, justify="right")
     for label, show in _ALL:
         table.add_row(label, *(show(arm) for arm in arms))
+    for label, cells in _over_all_rates(result):
+        table.add_row(label, *cells)
     for class_name in arms[0].classes:  # both arms were sent the same
         figures = [arm.classes[class_name] for arm in arms]
         table.add_section()
@@ -41,12 +43,28 @@ def render(result: Result) -> RenderableType:
     return Group(*lines)
 
 
+def _over_all_rates(result: Result) -> list[tuple[str, list[str]]]:
+    """Goodput and where to operate, where several rates were measured; cost, where a price is known."""
+    rows = []
+    if result.curves:
+        curves = [result.curves.get(name) for name in result.arms]
+        bound = {"within": "", "at_least": "at least ", "below": "below, about "}
+        shown = [ABSENT if c is None else f"{bound[c.goodput_bound]}{c.goodput_rps:.3g}/s" for c in curves]
+        rows.append((f"goodput at {next(iter(result.curves.values())).level:.0%}", shown))
+        ends = [ABSENT if c is None else f"{c.goodput_low_rps:.3g} to {c.goodput_high_rps:.3g}/s" for c in curves]
+        rows.append(("  95 % interval", ends))
+        rows.append(("best concurrency", [ABSENT if c is None else f"{c.recommended_concurrency:.1f}" for c in curves]))
+    costs = [figures.cost_per_million_output_tokens for figures in result.arms.values()]
+    if any(cost is not None for cost in costs):
+        rows.append(("cost per 10^6 output tokens", [number(cost, 2) for cost in costs]))
+    return rows
+
+
 def _title(result: Result) -> str:
     environment = result.environment
-    rounds = len(result.rounds)
-    return (
-        f"{result.workload.get('name')} on {environment.get('model')}: {rounds} round{'s' if rounds > 1 else ''}, {environment.get('cpu')}"
-    )
+    rounds = f"{len(result.rounds)} round{'s' if len(result.rounds) > 1 else ''}"
+    at = f" at {result.rate_rps:g} requests/s" if len(result.points) > 1 else ""
+    return f"{result.workload.get('name')} on {environment.get('model')}{at}: {rounds}, {environment.get('cpu')}"
 
 
 def milliseconds(*values: float | None) -> str:
