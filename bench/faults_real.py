@@ -209,9 +209,13 @@ async def real_runs(carrier: str, seed: int) -> AsyncIterator[RealRuns]:
             await server.close()
 
 
-async def run_all(carrier: str, seed: int, first: int, num_runs: int) -> Summary:
+async def run_all(carrier: str, seed: int, first: int, num_runs: int, seconds: float) -> Summary:
+    """As many of the runs first .. first + num_runs - 1 as begin within `seconds`."""
     async with real_runs(carrier, seed) as runs:
+        end_s = time.monotonic() + seconds
         for number in range(first, first + num_runs):
+            if time.monotonic() > end_s:
+                break
             await runs.run(real_scene(carrier, seed, number))
     return runs.summary
 
@@ -222,10 +226,11 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=50, help="(default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="number of the first run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="no run begins later than this (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     logging.disable(logging.ERROR)
-    summary = asyncio.run(run_all(options.carrier, options.seed, options.first, options.runs))
+    summary = asyncio.run(run_all(options.carrier, options.seed, options.first, options.runs, options.seconds))
     print(json.dumps(as_json(summary), indent=1) if options.json else table(summary))
     return 1 if summary.problems else 0
 
