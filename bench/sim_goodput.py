@@ -55,8 +55,11 @@ CASES = {
 }
 
 
-def topology_of(arm: str, slo_class: str | dict[str, Any], extra: dict[str, Any]) -> Topology:
-    """`colocated-CHUNK`, `P:D`, or `adaptive-P:D/CHUNK` (the chunk of all its workers)."""
+def topology_of(arm: str, slo_class: str | dict[str, Any], extra: dict[str, Any], context: int = 2048) -> Topology:
+    """`colocated-CHUNK`, `P:D`, or `adaptive-P:D[/CHUNK[/MIXED]]`: tokens of a step of its workers, and of one in which somebody decodes.
+
+    `context`: mean context of a request, from which MIXED follows where it is not given.
+    """
     mode, prefill, chunks, mixed = "disagg", WORKERS // 2, (8192, 2048, 512), {}
     if arm.startswith("colocated"):
         mode, chunks = "colocated", (512, 512, int(arm.partition("-")[2]))
@@ -64,7 +67,7 @@ def topology_of(arm: str, slo_class: str | dict[str, Any], extra: dict[str, Any]
         mode = "adaptive"
         ratio, chunk, mixed_chunk = [*arm.partition("-")[2].split("/"), "8192", "auto"][:3]
         prefill, chunks = int(ratio.split(":")[0]), (int(chunk.split("-")[0]), int(chunk.split("-")[-1]), 512)
-        mixed = {"mixed_step_tokens": mixed_tokens(slo_class) if mixed_chunk == "auto" else int(mixed_chunk)}
+        mixed = {"mixed_step_tokens": mixed_tokens(slo_class, context) if mixed_chunk == "auto" else int(mixed_chunk)}
     else:
         prefill = int(arm.split(":")[0])
     prefill_chunk, decode_chunk, colocated_chunk = chunks
@@ -90,14 +93,14 @@ def topology_of(arm: str, slo_class: str | dict[str, Any], extra: dict[str, Any]
     )
 
 
-def mixed_tokens(slo_class: str | dict[str, Any]) -> int:
-    """Tokens of a mixed step that takes 0.9 of the class's TPOT beside 16 decodes of 2,048 tokens, in units of 32."""
-    (given,) = parse_topology(
-        {"model": "m", "pools": {"prefill": {"count": 1}, "decode": {"count": 1}}, "slo_classes": [slo_class]}
-    ).slo_classes
+def mixed_tokens(slo_class: str | dict[str, Any], context: int) -> int:
+    """Tokens of a step that takes 0.9 of the class's TPOT: a chunk behind `context` tokens, beside 16 decodes of such contexts. By 32."""
+    pools = {"prefill": {"count": 1}, "decode": {"count": 1}}
+    (given,) = parse_topology({"model": "m", "pools": pools, "slo_classes": [slo_class]}).slo_classes
     model = StepModel(find_shape("llama-3.1-70b"), find_device("h100"), 4)
     limit_s = 0.9 * (given.tpot_s or 0.1)
-    return max(64, max((n for n in range(64, 8192, 32) if model.step_s([PrefillChunk(n)], 16, 16 * 2048) <= limit_s), default=64))
+    fitting = [n for n in range(64, 8192, 32) if model.step_s([PrefillChunk(n, context)], 16, 16 * context) <= limit_s]
+    return max(fitting, default=64)
 
 
 def run(trace: Trace, topology: Topology, factor: float, requests: int) -> SimReport:
@@ -111,7 +114,7 @@ def run(trace: Trace, topology: Topology, factor: float, requests: int) -> SimRe
 
 def measure(trace: Trace, case: Case, arm: str, start: float, requests: int, tolerance: float, extra: dict[str, Any]) -> Goodput:
     """Goodput in rate factors of the trace."""
-    topology = topology_of(arm, case.slo_class, extra)
+    topology = topology_of(arm, case.slo_class, extra, mean_context(trace, requests))
 
     def attainment(factor: float) -> float:
         began = time.process_time()
@@ -155,6 +158,12 @@ def main() -> None:
         _compare(found[name])
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def mean_context(trace: Trace, requests: int) -> int:
+    """Mean prompt length of what is sent."""
+    lengths = [min(r.input_tokens, CONTEXT) for r in trace.requests[:requests]]
+    return sum(lengths) // len(lengths)
 
 
 def run_rate(trace: Trace, requests: int) -> float:

@@ -256,6 +256,7 @@ class VllmEngine:
             max_step_tokens=int(config.scheduler_config.max_num_batched_tokens),
             max_running_requests=int(config.scheduler_config.max_num_seqs),
             steps=tuple(stats.steps),
+            cache_block_tokens=self.layout.block_tokens if config.cache_config.enable_prefix_caching else 0,
         )
 
     async def close(self) -> None:

@@ -29,7 +29,9 @@ from disagg.perf.hardware import Dtype, find_device
 from disagg.perf.memory import MemoryReport, placement_memory
 from disagg.perf.model_config import shape_from_config
 from disagg.perf.shapes import ModelShape, find_shape
-from disagg.types import Role
+from disagg.policy.feasibility import impossible
+from disagg.policy.priors import priors_of
+from disagg.types import Mode, Role
 
 DEFAULT_UTILIZATION = 0.9
 DEFAULT_CPU_KV_GIB = 4.0
@@ -88,6 +90,7 @@ def check_topology(topology: Topology, base_dir: Path, hosts: Sequence[Host] | N
     problems += [f"{role}: {each.problem}" for role, each in memory.items() if each.problem]
     problems += _host_memory_problems(found, placed, memory)
     problems += _unlike_pools(topology)
+    problems += _impossible_classes(topology, model, notes)
     problems += _port_problems(topology, placed, is_here)
     carriers = _carriers(topology, placed, problems)
     return CheckReport(str(model), found, placed, carriers, memory, tuple(problems), tuple(notes))
@@ -253,6 +256,19 @@ def _host_memory_problems(hosts: Sequence[Host], placed: Sequence[Placed], memor
                 "expected smaller kv.outbox_gib and kv.inbox_gib, or fewer workers"
             )
     return problems
+
+
+def _impossible_classes(topology: Topology, model: Path | str, notes: list[str]) -> list[str]:
+    """Classes that no pair can ever meet: a problem where step times are known, a note where a roofline only estimates them."""
+    is_known = topology.engine.kind == "simulated" or topology.engine.profile is not None
+    shape = None if is_known else _shape(model, [])
+    if not is_known and shape is None:
+        return []
+    said = impossible(Mode(topology.mode), topology.slo_classes, priors_of(topology, shape))
+    if is_known:
+        return list(said)
+    notes += [f"{each} (by the roofline, an estimate)" for each in said]
+    return []
 
 
 def _unlike_pools(topology: Topology) -> list[str]:

@@ -17,6 +17,7 @@ from disagg.policy.worker_book import WorkerBook
 from disagg.types import Mode, ModelInfo, Request
 
 ADMIT_BELOW = 0.95  # of the TTFT target: a prediction nearer to it is about as likely to miss it
+RECORDED_PAIRS = 4
 MIN_RETRY_S = 0.5
 MAX_RETRY_S = 60.0
 
@@ -79,12 +80,11 @@ def foreseen(pair: Pair, ask: Ask, ahead: Outlook) -> Candidate:
 def why_not(ask: Ask, pairs: Sequence[Pair], ahead: Outlook, prefill_s: float) -> WhyNot | None:
     """Whether some pair meets the targets. `pairs`: with room now (may be none); `prefill_s`: on a typical worker."""
     targets = ask.targets
-    if targets.ttft_s is None and targets.tpot_s is None:
+    if (targets.ttft_s is None and targets.tpot_s is None) or any(_meets(pair, ask, ahead) for pair in pairs):
         return None
-    seen = tuple(foreseen(pair, ask, ahead) for pair in pairs)
-    if any(not c.note for c in seen):
-        return None
+    seen = tuple(foreseen(pair, ask, ahead) for pair in pairs[:RECORDED_PAIRS])
     first_s = min((c.prediction.ttft_s for c in seen), default=ask.waited_s + ahead.start_s + prefill_s)
+    first_s = min([first_s, *(_ttft_s(pair, ask, ahead) for pair in pairs)])
     # A pair that has no place for it now will have one when an answer there ends; that wait is in the outlook already.
     per_token_s = min((tpot_s(pair, ask) for pair in pairs), default=0.0) if ahead.place_s == 0.0 else 0.0
     late_s = first_s - ADMIT_BELOW * targets.ttft_s if targets.ttft_s is not None else 0.0
@@ -92,6 +92,19 @@ def why_not(ask: Ask, pairs: Sequence[Pair], ahead: Outlook, prefill_s: float) -
     if late_s <= 0.0 and not is_slow:
         return None
     return WhyNot(_reason(ask, first_s, per_token_s, late_s > 0.0, is_slow), retry_after(late_s), seen)
+
+
+def _ttft_s(pair: Pair, ask: Ask, ahead: Outlook) -> float:
+    """From its arrival, when it starts at its turn."""
+    return ask.waited_s + max(ahead.start_s, pair.first.wait_s) + pair.first.prefill_s
+
+
+def _meets(pair: Pair, ask: Ask, ahead: Outlook) -> bool:
+    """Whether the pair is predicted to meet both targets."""
+    targets = ask.targets
+    if targets.ttft_s is not None and _ttft_s(pair, ask, ahead) > ADMIT_BELOW * targets.ttft_s:
+        return False
+    return targets.tpot_s is None or tpot_s(pair, ask) <= targets.tpot_s
 
 
 def retry_after(late_s: float) -> float:

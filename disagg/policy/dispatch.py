@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from disagg.config import AdmissionSettings, SloClass
-from disagg.policy.admission import MIN_RETRY_S, check_fits, foreseen, retry_after, why_not
+from disagg.policy.admission import MIN_RETRY_S, RECORDED_PAIRS, check_fits, foreseen, retry_after, why_not
 from disagg.policy.booking import Booking
 from disagg.policy.decision import Candidate, DecisionRecord, Decisions, Grant, Refusal, Verdict
 from disagg.policy.outlook import SPARE_BELOW, Outlook, outlook
@@ -38,7 +38,6 @@ from disagg.types import EngineState, Mode, ModelInfo, Request, Role, Route
 
 FEED_S = 0.025  # a worker gets its next prompt when it has so much left, at the least: a round trip and the way through the gateway
 LOOK_AHEAD = 4  # waiters that are tried although one before them has to wait on
-RECORDED_PAIRS = 4
 REFRESH_S = 1.0  # how often what changes with time alone is computed anew
 MIN_NAP_S = 2e-3
 MAX_NAP_S = 0.1  # a worker that is overdue, or a decode side that is full, is looked at again after so long
@@ -404,7 +403,7 @@ class Dispatcher:
         self._grants += 1
         self._learn_wait(waiter, pair, ask)
         self._waiting.remove(waiter.key)
-        seen = tuple([candidate(p, ask) for p in pairs])
+        seen = tuple([candidate(p, ask) for p in pairs[:RECORDED_PAIRS]])
         reason = describe(pair)
         record = replace(self._record(waiter, now_s, Verdict.GRANTED, reason), candidates=seen)
         route = Route(seen[0].prefill, seen[0].decode, reason)

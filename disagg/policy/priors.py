@@ -26,12 +26,20 @@ def priors_of(topology: Topology, shape: ModelShape | None = None) -> dict[Role,
 def pass_tokens_of(topology: Topology) -> dict[Role, int]:
     """Tokens of a step that a long prompt leaves to others: vLLM's max_num_batched_tokens less its long_prefill_token_threshold."""
     found = {}
-    for role in topology.active_pools() if topology.engine.kind == "vllm" else ():
-        args = topology.engine_args(role)
-        limit, most = args.get("max_num_batched_tokens"), args.get("long_prefill_token_threshold")
+    for role in topology.active_pools():
+        limit, most = _step_limits(topology, role)
         if isinstance(limit, int) and isinstance(most, int) and 0 < most < limit:
             found[role] = limit - most
     return found
+
+
+def _step_limits(topology: Topology, role: Role) -> tuple[object, object]:
+    """Tokens of a step, and of one long prompt in it, as the topology sets them."""
+    if topology.engine.kind == "simulated":
+        simulated = topology.simulated(role)
+        return simulated.max_num_batched_tokens, simulated.long_prefill_tokens
+    args = topology.engine_args(role)
+    return args.get("max_num_batched_tokens"), args.get("long_prefill_token_threshold")
 
 
 def _simulated(topology: Topology, role: Role) -> StepCost:

@@ -28,7 +28,7 @@ from disagg.policy.targets import Targets, regret
 from disagg.policy.worker_book import Outline, WorkerBook
 from disagg.types import Mode, Role
 
-LATE_WEIGHT = 0.03  # of a step that is longer than a decoding request's target by that target, against a regret of 1
+LATE_WEIGHT = 0.15  # of a step that is longer than a decoding request's target by that target, against a regret of 1
 ROLE_BIAS = 0.03
 AVOIDED = 1e3  # makes a worker that just failed this request the last choice, but still a choice
 TIE = 0.004  # costs this near to the least, 0.8 % of a target, are equal, and take turns: noise must not send all to one worker

@@ -11,7 +11,7 @@ SOFT_TTFT_S = 2.0
 SOFT_TPOT_S = 0.1
 NO_TTFT_DEADLINE_S = 60.0  # in the order of the queue
 KNEE = 0.8  # of a target: from here on a latency is at risk of missing it
-STEEP = 25.0
+STEEP = 125.0
 MISSED = 1.25  # beyond it the target is lost, and a little more delay hardly matters
 
 

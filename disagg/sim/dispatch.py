@@ -11,7 +11,7 @@ from typing import Protocol
 from disagg.config import Topology
 from disagg.policy.decision import Decisions
 from disagg.policy.dispatch import Dispatcher
-from disagg.policy.priors import priors_of
+from disagg.policy.priors import pass_tokens_of, priors_of
 from disagg.types import EngineState, Mode, ModelInfo, Request, Role
 
 
@@ -43,4 +43,5 @@ class SimDispatcher(Protocol):
 
 def make_dispatcher(topology: Topology, model: ModelInfo) -> SimDispatcher:
     """The dispatcher of a live gateway of this topology, told the same priors of its workers' speed."""
-    return Dispatcher(Mode(topology.mode), model, topology.slo_classes, topology.admission, priors_of(topology))
+    mode, classes = Mode(topology.mode), topology.slo_classes
+    return Dispatcher(mode, model, classes, topology.admission, priors_of(topology), pass_tokens_of(topology))
