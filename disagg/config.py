@@ -117,6 +117,7 @@ class KvSettings(_Strict):
 
     `outbox_gib`/`inbox_gib`: box sizes per worker; by default a share of the host's free memory (kv/sizes.py).
     `lease_s`: how long an outbox entry outlives a silent gateway before it is fenced.
+    `wire_dtype`: numbers of KV on their way; `stored` as the cache has them, `fp8` or `int8` with scales, about half the bytes, not exact.
     `delay_s` and `gbps`: slow the carrier down on purpose (experiments and tests): extra seconds before the first frame, and a bandwidth
     cap in 10^9 bytes/s.
     """
@@ -125,6 +126,7 @@ class KvSettings(_Strict):
     outbox_gib: Annotated[float, Field(gt=0)] | None = None
     inbox_gib: Annotated[float, Field(gt=0)] | None = None
     lease_s: Annotated[float, Field(gt=0)] = 30.0
+    wire_dtype: Literal["stored", "fp8", "int8"] = "stored"
     port: Port = 0
     delay_s: Annotated[float, Field(ge=0)] = 0.0
     gbps: Annotated[float, Field(gt=0)] | None = None

@@ -246,8 +246,10 @@ class Transfer:
     """One movement of a prompt's KV from a prefill worker's outbox to a decode worker's inbox.
 
     `transfer_id` is random (128 bit, hex): peers meet on it, never on an engine's request id. `attempt` counts the request's
-    routes from 0. `source` names the outbox. `num_tokens` is the number of context tokens whose KV moves.
-    `token_hash` is `hash_tokens(context token ids)`; a reader refuses KV of other tokens. `traceparent`: as in the request.
+    routes from 0. `source` names the outbox. `num_tokens` is the number of context tokens whose KV is staged.
+    `token_hash` is `hash_tokens(context token ids)`; a reader refuses KV of other tokens. `form` is how the KV lies in the boxes and on the
+    wire, as the two layouts agreed (kv/form.py). The reader has the first `first_token` tokens already: only the others move. `traceparent`: as in the
+    request.
     """
 
     transfer_id: str
@@ -255,6 +257,8 @@ class Transfer:
     source: KvAddress
     num_tokens: int
     token_hash: str
+    form: str = "blocks"
+    first_token: int = 0
     traceparent: str = ""
 
 

@@ -10,8 +10,9 @@ from disagg.kv.layout import KvLayout
 class FakeOutboxEntry:
     """Room for one transfer. Fails at once when a block is staged twice, changed after staging, out of range, or after `end_write`."""
 
-    def __init__(self, layout: KvLayout, num_tokens: int, transfer_id: str = "transfer", fill: int = 0xA5) -> None:
+    def __init__(self, layout: KvLayout, num_tokens: int, transfer_id: str = "transfer", fill: int = 0xA5, form: str = "blocks") -> None:
         self.layout = layout
+        self.form = form
         self.num_tokens = num_tokens
         self.transfer_id = transfer_id
         self.offset = 0
@@ -55,17 +56,21 @@ class FakeOutboxEntry:
         assert self.is_whole, f"only {self.frames} of {self.num_tokens} tokens were staged"
         for frame in self.frames:
             self._check(frame)
-        return FakeInboxEntry(self.layout, self.num_tokens, self._bytes, self.transfer_id)
+        return FakeInboxEntry(self.layout, self.num_tokens, self._bytes, self.transfer_id, self.form)
 
 
 class FakeInboxEntry:
     """A complete transfer. `contents` is the test's to corrupt before an engine reads it."""
 
-    def __init__(self, layout: KvLayout, num_tokens: int, contents: bytes | bytearray, transfer_id: str = "transfer") -> None:
+    def __init__(
+        self, layout: KvLayout, num_tokens: int, contents: bytes | bytearray, transfer_id: str = "transfer", form: str = "blocks"
+    ) -> None:
         self.layout = layout
+        self.form = form
         self.num_tokens = num_tokens
         self.transfer_id = transfer_id
         self.offset = 0
+        self.first_token = 0
         self.contents = bytearray(contents)
         self.is_ended = False
 

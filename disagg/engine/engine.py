@@ -76,6 +76,13 @@ class Engine(Protocol):
         """Colocated: run the context and decode, all on this engine."""
         ...
 
+    async def cached_tokens(self, request: Request) -> int:
+        """Tokens at the context's begin, in whole blocks, whose KV the engine's prefix cache holds now.
+
+        Nothing keeps them there: a `decode` whose entry begins behind what is left of them computes the missing ones.
+        """
+        ...
+
     def state(self) -> EngineState:
         """Snapshot without boxes (the worker fills those in). Cheap: no I/O."""
         ...
@@ -95,9 +102,10 @@ class Worker(Protocol):
         """
         ...
 
-    async def fetch(self, transfer: Transfer) -> None:
+    async def fetch(self, transfer: Transfer, request: Request | None = None) -> None:
         """Pull `transfer` from its source into the inbox; returns when it is complete and verified. Idempotent.
 
+        With `request`, whose context it is, what the engine's prefix cache holds of it already stays where it is.
         Raises TransferError (fenced, corrupt, mismatch, or source lost). May be called before the source has begun.
         """
         ...

@@ -3,7 +3,7 @@
 A loop of steps as vLLM's (simulated_scheduler.py), each as long as the roofline says (perf/roofline.py) divided by the clock speed. The KV
 is bytes derived from the tokens, and each next token depends on all of them (simulated_model.py): any fault on the KV's way shows.
 
-    submit -> [Scheduler] -plan-> compute: load inbox, make KV rows, write outbox, draw -> sleep -> publish: stage, deliver tokens
+    submit -> [Scheduler] -plan-> compute: load inbox, make KV, write outbox, draw -> sleep -> publish: stage, deliver tokens
 
 The loop is one asyncio task that lives only while there is work. Computing comes before the sleep, so its cost hides in the step; nothing
 is visible outside before the sleep ends.
@@ -21,7 +21,8 @@ import numpy as np
 import xxhash
 
 from disagg.config import SimulatedSettings
-from disagg.engine.simulated_model import KvState, Rows, SimulatedModel
+from disagg.engine.simulated_kv import Codes, from_entry, to_entry
+from disagg.engine.simulated_model import KvState, SimulatedModel
 from disagg.engine.simulated_prefix import PrefixCache
 from disagg.engine.simulated_scheduler import Scheduled, Scheduler
 from disagg.engine.simulated_scheduler import Sequence as ScheduledSequence
@@ -29,6 +30,7 @@ from disagg.engine.simulated_settings import check_request, kv_cache_tokens, sim
 from disagg.engine.simulated_timing import plan_record, plan_seconds, step_model
 from disagg.errors import DisaggError, EngineError, LayoutMismatchError, TransferCorruptError
 from disagg.kv.api import InboxEntry, OutboxEntry
+from disagg.kv.form import check_entry
 from disagg.kv.layout import KvLayout
 from disagg.prefix import block_identities, root_identity
 from disagg.types import Chunk, EngineState, FinishReason, Prefilled, Request, StepRecord, Token
@@ -189,10 +191,18 @@ class SimulatedEngine:
         job = self._job(request, (*request.prior_output, prefilled.first.token_id))
         job.inbox = entry
         job.num_ready = request.num_context_tokens
+        job.num_awaited = entry.first_token
         return SimulatedChunks(self, job, is_finished=prefilled.finish is not None)
 
     def generate(self, request: Request) -> SimulatedChunks:
         return SimulatedChunks(self, self._job(request, request.prior_output))
+
+    async def cached_tokens(self, request: Request) -> int:
+        if self._scheduler.prefixes is None:
+            return 0
+        context = (*request.prompt_token_ids, *request.prior_output)
+        block = self.settings.block_tokens
+        return self._scheduler.prefixes.match(block_identities(context, block, root_identity(request.cache_salt))) * block
 
     def state(self) -> EngineState:
         scheduler = self._scheduler
@@ -249,9 +259,10 @@ class SimulatedEngine:
             self._task = asyncio.create_task(self._run(), name=f"simulated-engine-{self.name}")
 
     def _check_entry(self, request: Request, entry: OutboxEntry | InboxEntry) -> None:
-        differences = self._layout.differences(entry.layout)
-        if differences:
-            raise LayoutMismatchError(f"engine {self.name} cannot use this KV: {'; '.join(differences)}")
+        try:
+            check_entry(self._layout, entry.layout, entry.form)
+        except LayoutMismatchError as error:
+            raise LayoutMismatchError(f"engine {self.name} cannot use this KV: {error.message}") from None
         if entry.num_tokens != request.num_context_tokens:
             message = f"transfer {entry.transfer_id} holds {entry.num_tokens} tokens, the request has {request.num_context_tokens}"
             raise TransferCorruptError(message)
@@ -331,9 +342,9 @@ class SimulatedEngine:
                 singles.append(job)
             else:
                 start = job.num_computed
-                rows = self._model.extend(job.kv, job.tokens[start : start + item.num_tokens])
+                codes = self._model.extend(job.kv, job.tokens[start : start + item.num_tokens])
                 if job.outbox is not None:
-                    result.frames += self._write(job, job.outbox, start, rows)
+                    result.frames += self._write(job, job.outbox, start, codes)
             job.num_computed += item.num_tokens
         self._extend_singles(singles)
         for result in results:
@@ -345,10 +356,13 @@ class SimulatedEngine:
     def _begin_context(self, job: _Job) -> list[_Frame]:
         """A context is computed from its begin on, or from behind what the prefix cache gave: KV of the same tokens, so the same bytes."""
         job.kv = self._model.new_state()
+        if job.inbox is not None:  # it begins behind what the cache still has
+            job.inbox.end_read()
+            job.inbox = None
         if not job.num_computed:
             return []
-        rows = self._model.extend(job.kv, job.tokens[: job.num_computed])
-        return self._write(job, job.outbox, 0, rows) if job.outbox is not None else []
+        codes = self._model.extend(job.kv, job.tokens[: job.num_computed])
+        return self._write(job, job.outbox, 0, codes) if job.outbox is not None else []
 
     def _extend_singles(self, jobs: list[_Job]) -> None:
         """One more token of KV for each job, in one vectorised go: the decode batch. `num_computed` counts it already."""
@@ -357,34 +371,38 @@ class SimulatedEngine:
         positions = [job.num_computed - 1 for job in jobs]
         ids = [job.tokens[at] for job, at in zip(jobs, positions, strict=True)]
         states = self._model.next_running(ids, positions, [job.kv.running for job in jobs])
-        data = self._model.rows(states).data.cast("B")
-        width = self.settings.kv_bytes_per_token
+        data = self._model.codes(states).data.cast("B")
+        width = self._model.num_codes
         for index, (job, running) in enumerate(zip(jobs, states.tolist(), strict=True)):
             job.kv.append(data[index * width : (index + 1) * width], 1, running)
 
     def _load(self, job: _Job) -> None:
         """Take the context's KV out of the inbox, as it is there, and leave the inbox."""
         assert job.inbox is not None
-        num_tokens, layout = job.num_ready, self._layout
-        box = np.frombuffer(job.inbox.view, np.uint8)[: layout.entry_bytes(num_tokens)]
-        by_rank = box.reshape(layout.num_ranks, layout.num_blocks(num_tokens) * layout.block_tokens, -1)
-        rows = np.ascontiguousarray(by_rank[:, :num_tokens].swapaxes(0, 1))  # [tokens, ranks, bytes]
-        running = self._model.running_states(job.tokens[:num_tokens], 0, job.kv.running)[-1]
-        job.kv.append(rows.data, num_tokens, int(running))
-        del box, by_rank, rows  # no export of the box may outlive the entry
+        entry, layout, first = job.inbox, job.inbox.layout, job.inbox.first_token
+        if first:
+            self._model.extend(job.kv, job.tokens[:first])  # the prefix cache gave these
+        num_tokens = job.num_ready - first
+        if num_tokens:
+            box = np.frombuffer(entry.view, np.uint8)[: layout.entry_bytes(num_tokens)]
+            by_rank = box.reshape(layout.num_ranks, layout.num_blocks(num_tokens) * layout.block_tokens, -1)
+            codes = from_entry(by_rank[:, :num_tokens], self._layout, layout, entry.form)
+            running = self._model.running_states(job.tokens[first : job.num_ready], first, job.kv.running)[-1]
+            job.kv.append(codes.data.cast("B"), num_tokens, int(running))
+            del box, by_rank  # no export of the box may outlive the entry
         job.num_ready = 0
         job.inbox.end_read()
         job.inbox = None
 
-    def _write(self, job: _Job, entry: OutboxEntry, start: int, rows: Rows) -> list[_Frame]:
+    def _write(self, job: _Job, entry: OutboxEntry, start: int, codes: Codes) -> list[_Frame]:
         """Write the KV of tokens from `start` on; returns frames of the blocks that are complete now, and were not announced before."""
-        layout, num_context = self._layout, job.num_tokens
+        layout, num_context = entry.layout, job.num_tokens
         num_blocks = layout.num_blocks(num_context)
-        end = start + len(rows)
+        end = start + len(codes)
         box = np.frombuffer(entry.view, np.uint8)[: layout.entry_bytes(num_context)]
         by_rank = box.reshape(layout.num_ranks, num_blocks * layout.block_tokens, -1)
         # After a preemption this writes the same bytes again: announced blocks do not change.
-        by_rank[:, start:end] = rows.reshape(len(rows), layout.num_ranks, -1).swapaxes(0, 1)
+        by_rank[:, start:end] = to_entry(codes, self._layout, layout, entry.form)
         if end == num_context:
             by_rank[:, end:] = 0  # the box held another prompt before
         done = num_blocks if end == num_context else end // layout.block_tokens

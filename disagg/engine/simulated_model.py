@@ -1,12 +1,12 @@
 """The simulated engine's model: KV bytes from tokens, and the next token from all KV bytes. Pure.
 
     running state of token i   = sum over j <= i of mix(token j, j), plus a constant of the model       (64 bit, wraps)
-    KV bytes of token i        = mix(running state, lane) for each 8-byte lane, cut to `kv_bytes_per_token`
-    next token                 = draw from xxh3_64 over the KV bytes of all tokens in order
+    KV codes of token i        = mix(running state, lane) for each 8-byte lane, cut to the numbers of a token
+    next token                 = draw from xxh3_64 over the KV codes of all tokens in order
 
-So the KV of a token depends on all tokens before it, as attention's does, and one lost, stale, swapped or flipped byte of KV changes
-every later token. Greedy and unseeded sampling draw alike; a seed with temperature > 0 draws differently. Penalties, top_k, top_p and
-min_p have no effect.
+How codes lie in box entries is simulated_kv.py's. So the KV of a token depends on all tokens before it, as attention's does, and one lost,
+stale, swapped or flipped byte of KV changes every later token. Greedy and unseeded sampling draw alike; a seed with temperature > 0 draws
+differently. Penalties, top_k, top_p and min_p have no effect.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from disagg.config import SimulatedSettings
+from disagg.engine.simulated_kv import Codes
+from disagg.engine.simulated_settings import simulated_layout
 from disagg.types import FinishReason, Sampling, Token, TopLogprob
 
-Rows = NDArray[np.uint8]  # [tokens, kv_bytes_per_token]
 States = NDArray[np.uint64]  # [tokens]
 
 _MASK: Final = (1 << 64) - 1
@@ -31,9 +32,9 @@ _REDRAWS: Final = 64
 
 
 class KvState:
-    """The KV of one sequence, as a digest of all its bytes: what the next token is drawn from.
+    """The KV of one sequence, as a digest of all its codes: what the next token is drawn from.
 
-    `running` is the running state after `num_tokens` tokens. The bytes themselves are made by `SimulatedModel.rows` and not kept.
+    `running` is the running state after `num_tokens` tokens. The codes themselves are made by `SimulatedModel.codes` and not kept.
     """
 
     __slots__ = ("_hash", "num_tokens", "running")
@@ -44,23 +45,28 @@ class KvState:
         self._hash = xxhash.xxh3_64()
 
     def append(self, kv: memoryview, num_tokens: int, running: int) -> None:
-        """Take the contiguous KV bytes of the next `num_tokens` tokens; `running` is the state after them."""
+        """Take the contiguous KV codes of the next `num_tokens` tokens; `running` is the state after them."""
         self._hash.update(kv)
         self.num_tokens += num_tokens
         self.running = running
 
     @property
     def digest(self) -> int:
-        """xxh3_64 of all KV bytes so far, in token order."""
+        """xxh3_64 of all KV codes so far, in token order."""
         return self._hash.intdigest()
 
 
 class SimulatedModel:
-    """The pure functions of one SimulatedSettings; stateless, so that one object serves all sequences of an engine."""
+    """The pure functions of one SimulatedSettings; stateless, so that one object serves all sequences of an engine.
+
+    `num_codes`: numbers of one token.
+    """
 
     def __init__(self, settings: SimulatedSettings) -> None:
         self.settings = settings
-        num_lanes = -(-settings.kv_bytes_per_token // 8)
+        layout = simulated_layout(settings)
+        self.num_codes = 2 * layout.kv_heads * layout.head_dim or settings.kv_bytes_per_token
+        num_lanes = -(-self.num_codes // 8)
         self._lanes: States = _mix(np.arange(1, num_lanes + 1, dtype=np.uint64)) | np.uint64(1)
         self._origin = xxhash.xxh3_64_intdigest(settings.shape.encode())
 
@@ -79,18 +85,18 @@ class SimulatedModel:
         ids, at = np.asarray(token_ids, dtype=np.uint64), np.asarray(positions, dtype=np.uint64)
         return _terms(ids, at) + np.asarray(running, dtype=np.uint64)
 
-    def rows(self, states: States) -> Rows:
-        """KV bytes [tokens, kv_bytes_per_token] of tokens with these running states, contiguous."""
+    def codes(self, states: States) -> Codes:
+        """KV codes [tokens, num_codes] of tokens with these running states, contiguous."""
         lanes = _mix(states[:, None] * self._lanes[None, :])
         rows = lanes.view(np.uint8).reshape(len(states), -1)
-        return np.ascontiguousarray(rows[:, : self.settings.kv_bytes_per_token])
+        return np.ascontiguousarray(rows[:, : self.num_codes])
 
-    def extend(self, state: KvState, token_ids: Sequence[int]) -> Rows:
-        """Append `token_ids` to `state`; returns their KV bytes."""
+    def extend(self, state: KvState, token_ids: Sequence[int]) -> Codes:
+        """Append `token_ids` to `state`; returns their KV codes."""
         states = self.running_states(token_ids, state.num_tokens, state.running)
-        rows = self.rows(states)
-        state.append(rows.data, len(states), int(states[-1]) if len(states) else state.running)
-        return rows
+        codes = self.codes(states)
+        state.append(codes.data, len(states), int(states[-1]) if len(states) else state.running)
+        return codes
 
     def draw(self, digest: int, sampling: Sampling, num_output: int) -> Token:
         """The next token after KV of `digest`, as output number `num_output` (0 is the first).

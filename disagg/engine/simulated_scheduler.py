@@ -24,7 +24,8 @@ from disagg.engine.simulated_prefix import PrefixCache
 class Sequence:
     """What the scheduler needs to know of one request. `num_tokens`: all tokens known, context and output.
 
-    `num_ready`: tokens whose KV arrives from outside at admission (a decode leg), instead of being computed; forgotten on preemption.
+    `num_ready`: tokens whose KV arrives from outside at admission (a decode leg), instead of being computed; forgotten on preemption, and
+    when the prefix cache no longer has the first `num_awaited` of them, which do not arrive.
     `prefix`: identities of the prompt's full units, for the prefix cache; the first `num_units` are held there. `num_cached`: tokens
     that the prefix cache gave at the latest admission. `num_blocks` counts held units too.
     """
@@ -37,6 +38,7 @@ class Sequence:
     prefix: tuple[int, ...] = field(default=(), kw_only=True)
     num_units: int = field(default=0, kw_only=True)
     num_cached: int = field(default=0, kw_only=True)
+    num_awaited: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,7 @@ class Scheduler:
     def _could_admit(self, sequence: Sequence, budget: int) -> bool:
         """Whether the first chunk of a waiting sequence, `budget` tokens at most, has room. Looking leaves no trace in the prefix cache."""
         units = self._usable_units(sequence.prefix, sequence.num_tokens)
-        start = max(sequence.num_ready, units * self._unit_tokens)
+        start = _start(sequence, units * self._unit_tokens)
         num_tokens = start + min(sequence.num_tokens - start, budget, self._most_of_one)
         blocks = -(-num_tokens // self.block_tokens)
         if units and self.prefixes is not None:
@@ -209,7 +211,9 @@ class Scheduler:
                 break
             self.waiting.popleft()
             self._hold_prefix(sequence)
-            start = max(sequence.num_ready, sequence.num_cached)
+            start = _start(sequence, sequence.num_cached)
+            if start < sequence.num_ready:
+                sequence.num_ready = 0
             num_tokens = min(sequence.num_tokens - start, budget, self._most_of_one)
             has_room = self._allocate(sequence, start + num_tokens)
             assert has_room
@@ -272,3 +276,8 @@ class Scheduler:
         self._let_go(sequence)
         sequence.num_computed = sequence.num_ready = 0
         sequence.is_running = False
+
+
+def _start(sequence: Sequence, num_cached: int) -> int:
+    """The first token that an admitted sequence computes."""
+    return max(sequence.num_ready, num_cached) if num_cached >= sequence.num_awaited else num_cached

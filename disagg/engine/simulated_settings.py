@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from disagg.config import Pools, PoolSettings, SimulatedSettings, Topology
 from disagg.errors import ConfigError, InvalidRequestError
-from disagg.kv.layout import KvLayout
+from disagg.kv.form import NUMBER_BYTES
+from disagg.kv.layout import KvLayout, Packing
 from disagg.perf.hardware import find_device
 from disagg.perf.memory import placement_memory
 from disagg.perf.profile import Profile, load_profile
@@ -17,7 +19,10 @@ from disagg.types import ModelInfo, Request
 
 
 def simulated_layout(settings: SimulatedSettings) -> KvLayout:
-    """The layout of an engine with these settings: `tp` ranks, each with an equal part of each token's bytes. Raises ConfigError."""
+    """The layout of an engine with these settings: `tp` ranks, each with an equal part of each token's bytes. Raises ConfigError.
+
+    Where a token's bytes divide into the shape's kv heads it is token-addressable (simulated_kv.py), else opaque.
+    """
     if settings.kv_bytes_per_token % settings.tp:
         raise ConfigError(
             key="simulated.kv_bytes_per_token", value=settings.kv_bytes_per_token, expected=f"a multiple of tp ({settings.tp})"
@@ -25,7 +30,7 @@ def simulated_layout(settings: SimulatedSettings) -> KvLayout:
     if settings.eos_token_id >= settings.vocab_size:
         expected = f"an id below vocab_size ({settings.vocab_size})"
         raise ConfigError(key="simulated.eos_token_id", value=settings.eos_token_id, expected=expected)
-    return KvLayout(
+    opaque = KvLayout(
         model=f"simulated:{find_shape(settings.shape).name}:{settings.vocab_size}",
         backend="simulated",
         dtype=settings.dtype,
@@ -34,6 +39,13 @@ def simulated_layout(settings: SimulatedSettings) -> KvLayout:
         block_bytes=settings.block_tokens * settings.kv_bytes_per_token // settings.tp,
         num_ranks=settings.tp,
     )
+    heads = find_shape(settings.shape).num_kv_heads
+    dtype = f"simulated-{settings.dtype}"
+    head_dim, rest = divmod(settings.kv_bytes_per_token, 2 * heads * NUMBER_BYTES[dtype])
+    if rest or (heads % settings.tp and settings.tp % heads):
+        return opaque
+    layout = replace(opaque, dtype=dtype, kv_heads=heads, head_dim=head_dim, packing=Packing.TOKENS)
+    return replace(layout, block_bytes=settings.block_tokens * settings.kv_bytes_per_token // layout.num_shards)
 
 
 def kv_cache_tokens(settings: SimulatedSettings) -> int:

@@ -7,6 +7,9 @@
                                      hello -------> worker     rank and cache layout, or refused: why it cannot serve
     engine rank, once per step       events ------> worker     staged, write_ended, read_ended
     scheduler, once per step         step --------> worker     on the lifeline: what the step did, how long it took
+    scheduler, at its start          lookups -----> worker     on the lifeline: ask me what the prefix cache holds
+                                     <------------- worker     cached: token ids, and the hash of the block before them
+                                     cached ------> worker     how many of the full blocks are there, and the hash of the last of those
 
 Each side learns of the other's death by the end of its socket, at once and without polling: the worker marks its engine dead; an engine
 process exits, so that killing a worker never leaves an engine behind. The socket is an abstract unix one (no file to clean up), packets
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import mmap
 import multiprocessing.util
@@ -27,7 +31,8 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,6 +44,8 @@ ADDRESS_ENV = "DISAGG_ENGINE_CHANNEL"  # how an engine process finds its worker;
 MAX_PACKET = 1 << 16
 MAX_EVENTS = 500  # per packet: an event is under 100 bytes
 CONNECT_TIMEOUT_S = 30.0
+LOOKUP_TOKENS = 8192  # per packet
+LOOKUP_TIMEOUT_S = 0.5  # the prompt runs meanwhile; an engine that is silent for longer computes with the lock of Python held
 
 Event = tuple[Any, ...]
 
@@ -67,19 +74,47 @@ def _connect(address: str) -> socket.socket:
 def _exit_at_end_of(sock: socket.socket) -> None:
     """Ends this process when the worker says bye or its end of `sock` closes. The thread sleeps in recv until then.
 
-    At once and without clean-up: nothing of an engine outlives its worker, and the kernel frees memory and sockets.
+    At once and without clean-up: nothing of an engine outlives its worker, and the kernel frees memory and sockets. Questions for the
+    scheduler are answered by the same thread.
     """
 
     def watch() -> None:
-        try:
+        packet = b""
+        with contextlib.suppress(OSError):
             packet = sock.recv(MAX_PACKET)
-        except OSError:
-            packet = b""
+            while packet and (message := msgpack.unpackb(packet))[0] == "cached":
+                _answer(sock, *message[1:])
+                packet = sock.recv(MAX_PACKET)
         if packet:
             multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]  # else named semaphores are reported as leaks
         os._exit(0 if packet else 1)
 
     threading.Thread(target=watch, name="disagg-lifeline", daemon=True).start()
+
+
+Lookup = Callable[[Sequence[int], bytes, str], tuple[int, bytes]]
+_lookup: list[Lookup] = []
+
+
+def answer_lookups(lookup: Lookup) -> None:
+    """Let the worker ask what the prefix cache holds. `lookup`: (token ids, hash of the block before, salt) -> (blocks, hash of the last).
+
+    It is called in a thread of its own, beside the scheduler's.
+    """
+    _lookup[:] = [lookup]
+    sock = _lifelines.get((os.environ.get(ADDRESS_ENV, ""), os.getpid()))
+    if sock is not None:
+        _send(sock, ["lookups"])
+
+
+def _answer(sock: socket.socket, key: int, token_bytes: bytes, parent: bytes, salt: str) -> None:
+    """A question that cannot be answered finds nothing cached: then all is sent."""
+    try:
+        found = _lookup[0](array("I", token_bytes), parent, salt)
+    except Exception:
+        logger.exception("the prefix cache could not be asked")
+        found = (0, b"")
+    _send(sock, ["cached", key, *found])
 
 
 def _address_prefix() -> str:
@@ -141,7 +176,10 @@ class RankChannel:
         _send(self._sock, ["refused", self.rank, reason[: MAX_PACKET // 2]])
 
     def send_events(self, events: Sequence[Event]) -> None:
-        """Events of one step, in order: ("staged", id, first_block, num_blocks, digest), ("write_ended", id), ("read_ended", id)."""
+        """Events of one step, in order: ("staged", id, first_block, num_blocks, digest), ("write_ended", id), ("read_ended", id).
+
+        Last ("copied", "", seconds of loading, seconds of staging).
+        """
         for start in range(0, len(events), MAX_EVENTS):
             _send(self._sock, ["events", self.rank, events[start : start + MAX_EVENTS]])
 
@@ -156,6 +194,7 @@ class _Peer:
     sock: socket.socket
     pid: int
     rank: int | None = None
+    answers_lookups: bool = False
 
 
 class Listener(Protocol):
@@ -189,6 +228,8 @@ class WorkerChannel:
     _server: socket.socket | None = None
     _peers: set[_Peer] = field(default_factory=set)
     _loop: asyncio.AbstractEventLoop | None = None
+    _lookups: dict[int, asyncio.Future[tuple[int, bytes]]] = field(default_factory=dict)
+    _keys: Iterator[int] = field(default_factory=itertools.count)
 
     def open(self) -> None:
         """Listen; call it on the event loop, before the engine starts."""
@@ -203,6 +244,35 @@ class WorkerChannel:
     def process_ids(self) -> frozenset[int]:
         """The engine's processes that are connected."""
         return frozenset(peer.pid for peer in self._peers)
+
+    async def cached_blocks(self, token_ids: Sequence[int], block_tokens: int, salt: str) -> int:
+        """Full blocks at the begin of `token_ids` that the engine's prefix cache holds now; 0 when it does not answer in time."""
+        part = LOOKUP_TOKENS // block_tokens * block_tokens
+        found, parent = 0, b""
+        for start in range(0, len(token_ids) // block_tokens * block_tokens, part):
+            tokens = token_ids[start : start + part]
+            count, parent = await self._ask(tokens, parent, salt)
+            found += count
+            if count < len(tokens) // block_tokens:
+                break
+        return found
+
+    async def _ask(self, token_ids: Sequence[int], parent: bytes, salt: str) -> tuple[int, bytes]:
+        peer = next((p for p in self._peers if p.answers_lookups), None)
+        if peer is None:
+            return 0, b""
+        assert self._loop is not None
+        key, answer = next(self._keys), self._loop.create_future()
+        self._lookups[key] = answer
+        try:
+            peer.sock.send(msgpack.packb(["cached", key, array("I", token_ids).tobytes(), parent, salt]))
+            async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+                count, last = await answer
+                return count, last
+        except (OSError, TimeoutError):
+            return 0, b""
+        finally:
+            del self._lookups[key]
 
     def dismiss(self) -> None:
         """Tell every engine process to exit; their ends are reported as usual."""
@@ -256,6 +326,12 @@ class WorkerChannel:
             self.listener.on_events(*rest)
         elif kind == "step":
             self.listener.on_step(*rest)
+        elif kind == "lookups":
+            peer.answers_lookups = True
+        elif kind == "cached":
+            answer = self._lookups.get(rest[0])
+            if answer is not None and not answer.done():
+                answer.set_result((rest[1], rest[2]))
         elif kind == "attach":
             peer.rank = rest[0]
             sizes = msgpack.packb(["boxes", self.outbox.num_bytes, self.inbox.num_bytes])

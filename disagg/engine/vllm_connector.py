@@ -21,19 +21,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from disagg.engine.vllm_channel import ADDRESS_ENV, RankChannel, hold_lifeline, report_step
+from disagg.engine.vllm_channel import ADDRESS_ENV, RankChannel, answer_lookups, hold_lifeline, report_step
 from disagg.engine.vllm_memory import CacheBlocks, RankBoxes
 from disagg.engine.vllm_patches import patch_runner
 from disagg.engine.vllm_plan import Planner, StepPlan
+from disagg.engine.vllm_prefix import PrefixLookup
 from disagg.engine.vllm_stats import StepClock, Work
 from disagg.engine.vllm_structure import patch_structured_output
 from disagg.errors import ConfigError
-from disagg.kv.layout import KvLayout
+from disagg.kv.form import FLOATS
+from disagg.kv.layout import KvLayout, Packing
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -62,6 +64,7 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._channel: RankChannel | None = None
         self._clock = StepClock()
         self._num_resumed = 0
+        self._load_s = 0.0
         if role == KVConnectorRole.WORKER:
             patch_runner(vllm_config)
         else:
@@ -73,6 +76,11 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False
 
     # Scheduler side
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._vllm_config.cache_config.enable_prefix_caching:
+            answer_lookups(PrefixLookup(kv_cache_manager.block_pool, self._vllm_config.cache_config))
 
     def on_new_request(self, request: Request) -> None:
         self._planner.add(request.request_id, request.kv_transfer_params)
@@ -116,7 +124,7 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
         except ConfigError as error:
             channel.refuse(error.message)
             raise
-        self._boxes = RankBoxes(cache, rank, channel.outbox, channel.inbox, layout.frame_blocks, channel.send_events)
+        self._boxes = RankBoxes(cache, layout, rank, channel.outbox, channel.inbox, channel.send_events)
         channel.hello(dataclasses.asdict(layout))
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -124,12 +132,14 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if not plan.loads:
             return
         assert self._boxes is not None
+        began_s = time.perf_counter()
         for copy in plan.loads:
-            if self._boxes.can_load(copy, self._block_tokens):
-                self._boxes.load([copy], self._block_tokens)
+            if self._boxes.can_load(copy):
+                self._boxes.load([copy])
             else:
                 logger.error("transfer %s does not lie in the inbox; its request fails", copy.transfer_id)
                 self._failed_blocks.update(copy.block_ids)
+        self._load_s = time.perf_counter() - began_s
 
     def wait_for_save(self) -> None:
         plan = self._plan()
@@ -137,13 +147,15 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return
         boxes = self._boxes
         assert boxes is not None
-        placed = boxes.stage([copy for copy in plan.stages if boxes.can_stage(copy, self._block_tokens)], self._block_tokens)
+        load_s, self._load_s, began_s = self._load_s, 0.0, time.perf_counter()
+        placed = boxes.stage([copy for copy in plan.stages if boxes.can_stage(copy)])
         boxes.finish_step(
             lambda: [
                 *(("staged", *frame) for frame in boxes.frames(placed)),
                 *(("write_ended", transfer_id) for transfer_id in plan.ended_writes),
                 *(("read_ended", copy.transfer_id) for copy in plan.loads),
                 *(("read_ended", transfer_id) for transfer_id in plan.ended_reads),
+                ("copied", "", load_s, time.perf_counter() - began_s),
             ]
         )
 
@@ -189,16 +201,38 @@ def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches
     cache = CacheBlocks.of(kv_caches, kv_cache_config.num_blocks)
     tensor = next(iter(kv_caches.values()))
     layer = vllm_config.compilation_config.static_forward_context[groups[0].layer_names[0]]
+    attention = layer.get_attn_backend().get_name()
+    packing = _packing(attention, spec, tensor)
+    is_known = packing is not Packing.OPAQUE
     layout = KvLayout(
         model=str(vllm_config.kv_transfer_config.get_from_extra_config("model_fingerprint", "")),
-        backend=f"{layer.get_attn_backend().get_name()}/{_cache_layout_name(vllm_config)}",
+        backend=f"{attention}/{_cache_layout_name(vllm_config)}",
         dtype=f"{str(tensor.dtype).removeprefix('torch.')}/{vllm_config.cache_config.cache_dtype}",
         block_tokens=int(spec.block_size),
         num_layers=len(cache.layers),
         block_bytes=cache.block_bytes,
         num_ranks=int(vllm_config.parallel_config.tensor_parallel_size),
+        kv_heads=int(vllm_config.model_config.get_total_num_kv_heads()) if is_known else 0,
+        head_dim=int(spec.head_size) if is_known else 0,
+        packing=packing,
     )
     return cache, layout
+
+
+_ADDRESSABLE = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"}  # each token's keys and values of one head are one run
+
+
+def _packing(attention: str, spec: FullAttentionSpec, cache: torch.Tensor) -> Packing:
+    """What is known of the inside of a block, by the backend's name and the shape [blocks, heads, block_tokens, 2 x head_dim].
+
+    The CPU backend keeps a head's keys in an order of its own, then its values. Caches of one-byte numbers have scales of their own.
+    """
+    shape = (int(spec.num_kv_heads), int(spec.block_size), 2 * int(spec.head_size))
+    if tuple(cache.shape[1:]) != shape or str(cache.dtype).removeprefix("torch.") not in FLOATS:
+        return Packing.OPAQUE
+    if attention == "CPU_ATTN":
+        return Packing.HEADS
+    return Packing.TOKENS if attention in _ADDRESSABLE and cache.stride(3) == 1 else Packing.OPAQUE
 
 
 def _cache_layout_name(vllm_config: VllmConfig) -> str:

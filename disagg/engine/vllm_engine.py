@@ -31,7 +31,7 @@ from disagg.engine.engine import Chunks
 from disagg.engine.vllm_args import engine_args, engine_environment
 from disagg.engine.vllm_channel import BoxMemory, WorkerChannel
 from disagg.engine.vllm_ledger import EntryLedger
-from disagg.engine.vllm_plan import READ, WRITE
+from disagg.engine.vllm_plan import READ, WRITE, transfer_params
 from disagg.engine.vllm_sampling import (
     Limits,
     check,
@@ -182,7 +182,7 @@ class VllmEngine:
                 self._limits,
                 max_tokens=1,
                 num_earlier=len(request.prior_output),
-                transfer={WRITE: [entry.transfer_id, entry.offset, entry.num_tokens]},
+                transfer={WRITE: transfer_params(entry, 0)},
             )
             self._ledger.open_write(entry)
         except BaseException:
@@ -219,7 +219,7 @@ class VllmEngine:
                 self._limits,
                 max_tokens=request.remaining_tokens - 1,
                 num_earlier=len(request.prior_output) + 1,
-                transfer={READ: [entry.transfer_id, entry.offset, entry.num_tokens]},
+                transfer={READ: transfer_params(entry, entry.first_token)},
             )
             self._ledger.open_read(entry)
         except BaseException:
@@ -240,6 +240,11 @@ class VllmEngine:
             async for output in outputs:
                 yield chunk_of(output, request, is_continued=num_tokens > 0)
                 num_tokens += len(output.outputs[0].token_ids)
+
+    async def cached_tokens(self, request: Request) -> int:
+        block = self.layout.block_tokens
+        context = [*request.prompt_token_ids, *request.prior_output]
+        return await self._channel.cached_blocks(context, block, request.cache_salt or "") * block
 
     def state(self) -> EngineState:
         stats, config = self._ledger.stats, self._llm.vllm_config

@@ -1,11 +1,12 @@
 """Copies between vLLM's paged KV cache and a box entry.
 
     cache:  per layer a tensor whose first dimension is the block; inside a block whatever order the attention backend keeps
-    entry:  [blocks, layers, block_bytes] of one rank, contiguous
+    entry:  [blocks, layers, block_bytes] of one rank, contiguous; other forms in vllm_forms.py
 
-Raw bytes both ways, so a round trip is exact for every backend. CPU copies are done when the call returns. GPU copies are ordered on the
-compute stream against page-locked box memory, and their events are sent by a thread that sleeps until the copy is over, so the
-engine's step never waits for them. (The GPU half has not run on a GPU yet; everything specific to it is in `_GpuBoxes`.)
+Form `blocks` is raw bytes both ways, so a round trip is exact for every backend. CPU copies are done when the call returns. GPU copies are
+ordered on the compute stream against page-locked box memory, one gather for all layers and one copy to the host; their events are sent
+by a thread that sleeps until the copy is over, so the engine's step never waits for them. (The GPU half has not run on a GPU yet;
+everything specific to it is in `_GpuBoxes` and kv/tensors/kernels.py.)
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from typing import Any
 import torch
 import xxhash
 
+from disagg.engine.vllm_forms import FormCopies, Span, fits, span_of
 from disagg.engine.vllm_plan import Copy
 from disagg.errors import ConfigError
+from disagg.kv.form import BLOCKS
+from disagg.kv.layout import KvLayout
 
-Frame = tuple[str, int, int, int]  # transfer id, first block, number of blocks, xxh3_64 of their bytes
+Frame = tuple[str, int, int, int]  # transfer id, first block of the entry, number of blocks, xxh3_64 of their bytes
 
 
 WORD_BYTES = 8
@@ -58,14 +62,16 @@ def layer_words(cache: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class CacheBlocks:
-    """All layers of one rank's cache: `layers[i]` is [num_blocks, block_words]."""
+    """All layers of one rank's cache: `layers[i]` is [num_blocks, block_words], `views[i]` the same as the backend sees it."""
 
     layers: tuple[torch.Tensor, ...]
+    views: tuple[torch.Tensor, ...]
 
     @classmethod
     def of(cls, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> CacheBlocks:
         """From vLLM's per-layer tensors, in layer order; layers that share a tensor count once. Raises ConfigError."""
         rows: dict[int, torch.Tensor] = {}
+        views: dict[int, torch.Tensor] = {}
         for name, cache in kv_caches.items():
             if not isinstance(cache, torch.Tensor) or cache.shape[0] != num_blocks:
                 raise ConfigError(
@@ -75,11 +81,12 @@ class CacheBlocks:
                     expected="a decoder model with full attention in every layer",
                 )
             rows.setdefault(cache.data_ptr(), layer_words(cache))
+            views.setdefault(cache.data_ptr(), cache)
         layers = tuple(rows.values())
         if len({layer.shape for layer in layers}) != 1:
             shapes = sorted({tuple(layer.shape) for layer in layers})
             raise ConfigError(f"layers of unlike cache sizes {shapes}", key="model", value=shapes, expected="equal layers")
-        return cls(layers)
+        return cls(layers, tuple(views.values()))
 
     @property
     def block_bytes(self) -> int:
@@ -97,96 +104,105 @@ class CacheBlocks:
 
     def gather(self, block_ids: Sequence[int], out: torch.Tensor) -> None:
         """Cache -> `out` [len(block_ids), layers, block_words]."""
-        index = _index(block_ids, self.layers[0].device)
+        index = self.index(block_ids)
+        if not self.is_cpu:
+            from disagg.kv.tensors.kernels import gather_blocks
+
+            gather_blocks(self.layers, index, out)
+            return
         for i, layer in enumerate(self.layers):
-            out[:, i].copy_(_rows(layer, index), non_blocking=True)
+            out[:, i].copy_(layer[index] if isinstance(index, slice) else layer.index_select(0, index))
 
     def scatter(self, block_ids: Sequence[int], source: torch.Tensor) -> None:
         """`source` [len(block_ids), layers, block_words] -> cache."""
-        index = _index(block_ids, self.layers[0].device)
+        index = self.index(block_ids)
+        if not self.is_cpu:
+            from disagg.kv.tensors.kernels import scatter_blocks
+
+            scatter_blocks(self.layers, index, source)
+            return
         for i, layer in enumerate(self.layers):
             if isinstance(index, slice):
-                layer[index].copy_(source[:, i], non_blocking=True)
+                layer[index].copy_(source[:, i])
             else:
-                layer.index_copy_(0, index, source[:, i].to(layer.device, non_blocking=True))
+                layer.index_copy_(0, index, source[:, i])
 
-
-def _index(block_ids: Sequence[int], device: torch.device) -> slice | torch.Tensor:
-    """A slice when the ids are consecutive (the usual case: plain memcpy), else an index tensor."""
-    first = block_ids[0]
-    if list(block_ids) == list(range(first, first + len(block_ids))):
-        return slice(first, first + len(block_ids))
-    return torch.tensor(block_ids, dtype=torch.int64, device=device)
-
-
-def _rows(layer: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
-    return layer[index] if isinstance(index, slice) else layer.index_select(0, index)
+    def index(self, block_ids: Sequence[int]) -> slice | torch.Tensor:
+        """On a CPU a slice when the ids are consecutive (the usual case: plain memcpy), else an index tensor."""
+        first = block_ids[0]
+        if self.is_cpu and list(block_ids) == list(range(first, first + len(block_ids))):
+            return slice(first, first + len(block_ids))
+        return torch.tensor(block_ids, dtype=torch.int64, device=self.layers[0].device)
 
 
 class RankBoxes:
     """One rank's part of both boxes: stages and loads `Copy` jobs, and knows when each is over.
 
-    `outbox`/`inbox`: the mapped boxes. `frame_blocks`: blocks per digest. `send`: takes one step's events in order.
+    `outbox`/`inbox`: the mapped boxes. `layout`: the cache's. `send`: takes one step's events in order.
     """
 
     def __init__(
-        self, cache: CacheBlocks, rank: int, outbox: mmap.mmap, inbox: mmap.mmap, frame_blocks: int, send: Callable[[list[Any]], None]
+        self, cache: CacheBlocks, layout: KvLayout, rank: int, outbox: mmap.mmap, inbox: mmap.mmap, send: Callable[[list[Any]], None]
     ) -> None:
         self._cache = cache
-        self._rank = rank
+        self._layout = layout
+        self._forms = FormCopies(cache.views, cache.layers, layout, rank)
         self._outbox = torch.frombuffer(outbox, dtype=torch.uint8)
         self._inbox = torch.frombuffer(inbox, dtype=torch.uint8)
+        self._rank = rank
         self._outbox_bytes = memoryview(outbox)
-        self._frame_blocks = frame_blocks
         self._send = send
         self._gpu = None if cache.is_cpu else _GpuBoxes((self._outbox, self._inbox), send)
 
-    def can_load(self, copy: Copy, block_tokens: int) -> bool:
+    def can_load(self, copy: Copy) -> bool:
         """Whether the copy lies inside its entry, and the entry inside the inbox."""
-        return self._fits(self._inbox, copy, block_tokens)
+        return fits(copy, self._entry(copy), self._inbox.numel(), self._layout.block_tokens)
 
-    def can_stage(self, copy: Copy, block_tokens: int) -> bool:
+    def can_stage(self, copy: Copy) -> bool:
         """Whether the copy lies inside its entry, and the entry inside the outbox."""
-        return self._fits(self._outbox, copy, block_tokens)
+        return fits(copy, self._entry(copy), self._outbox.numel(), self._layout.block_tokens)
 
-    def _fits(self, box: torch.Tensor, copy: Copy, block_tokens: int) -> bool:
-        num_blocks = -(-copy.num_tokens // block_tokens)
-        end = copy.offset + (self._rank + 1) * num_blocks * self._cache.slab_bytes
-        inside = copy.offset >= 0 and end <= box.numel()
-        return bool(inside and copy.offset % WORD_BYTES == 0 and 0 < len(copy.block_ids) <= num_blocks - copy.first_block)
+    def _entry(self, copy: Copy) -> KvLayout:
+        return copy.entry or self._layout
 
-    def _entry(self, box: torch.Tensor, copy: Copy, block_tokens: int) -> tuple[torch.Tensor, int]:
-        """The copy's blocks in `box` as words [blocks, layers, block_words], and their byte offset in the box."""
-        rank_bytes = -(-copy.num_tokens // block_tokens) * self._cache.slab_bytes
-        start = copy.offset + self._rank * rank_bytes + copy.first_block * self._cache.slab_bytes
-        n = len(copy.block_ids)
-        flat = box[start : start + n * self._cache.slab_bytes]
-        return flat.view(torch.int64).view(n, len(self._cache.layers), -1), start
+    def _words(self, box: torch.Tensor, copy: Copy) -> torch.Tensor:
+        """A copy of form `blocks` in `box` as words [blocks, layers, block_words]."""
+        span = span_of(copy, self._layout, self._rank, self._layout.block_tokens)
+        flat = box[span.start : span.start + span.num_bytes]
+        return flat.view(torch.int64).view(span.count, len(self._cache.layers), -1)
 
-    def load(self, copies: Sequence[Copy], block_tokens: int) -> None:
+    def load(self, copies: Sequence[Copy]) -> None:
         """Inbox -> cache, before the step's forward pass."""
         for copy in copies:
-            source, _ = self._entry(self._inbox, copy, block_tokens)
-            self._cache.scatter(copy.block_ids, source)
+            if copy.form == BLOCKS:
+                self._cache.scatter(copy.block_ids, self._words(self._inbox, copy))
+            else:
+                self._forms.scatter(copy, self._entry(copy), self._inbox, self._cache.index(copy.block_ids))
 
-    def stage(self, copies: Sequence[Copy], block_tokens: int) -> list[tuple[Copy, int]]:
-        """Cache -> outbox, after the step's forward pass. Returns each copy with its byte offset, for `frames`."""
+    def stage(self, copies: Sequence[Copy]) -> list[tuple[Copy, Span]]:
+        """Cache -> outbox, after the step's forward pass. Returns where each copy that this rank writes lies, for `frames`."""
         placed = []
         for copy in copies:
-            out, start = self._entry(self._outbox, copy, block_tokens)
-            self._cache.gather(copy.block_ids, out)
-            placed.append((copy, start))
+            if not self._forms.stages(copy.form):
+                continue
+            if copy.form == BLOCKS:
+                self._cache.gather(copy.block_ids, self._words(self._outbox, copy))
+            else:
+                self._forms.gather(copy, self._entry(copy), self._outbox, self._cache.index(copy.block_ids))
+            rank = self._forms.entry_rank(copy.form)
+            placed.append((copy, span_of(copy, self._entry(copy), rank, self._layout.block_tokens)))
         return placed
 
-    def frames(self, placed: Sequence[tuple[Copy, int]]) -> list[Frame]:
-        """Digests of staged copies, a frame of at most `frame_blocks` blocks each."""
+    def frames(self, placed: Sequence[tuple[Copy, Span]]) -> list[Frame]:
+        """Digests of staged copies, a frame of at most `frame_blocks` of the entry's blocks each."""
         frames = []
-        for copy, start in placed:
-            for first in range(0, len(copy.block_ids), self._frame_blocks):
-                n = min(self._frame_blocks, len(copy.block_ids) - first)
-                at = start + first * self._cache.slab_bytes
-                digest = xxhash.xxh3_64_intdigest(self._outbox_bytes[at : at + n * self._cache.slab_bytes])
-                frames.append((copy.transfer_id, copy.first_block + first, n, digest))
+        for copy, span in placed:
+            entry = self._entry(copy)
+            for first in range(0, span.count, entry.frame_blocks):
+                n = min(entry.frame_blocks, span.count - first)
+                at = span.start + first * entry.slab_bytes
+                digest = xxhash.xxh3_64_intdigest(self._outbox_bytes[at : at + n * entry.slab_bytes])
+                frames.append((copy.transfer_id, span.first + first, n, digest))
         return frames
 
     def finish_step(self, make_events: Callable[[], list[Any]]) -> None:

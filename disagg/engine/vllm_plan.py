@@ -15,14 +15,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from disagg.kv.api import InboxEntry, OutboxEntry
+from disagg.kv.form import BLOCKS
+from disagg.kv.frames import pack_layout, unpack_layout
+from disagg.kv.layout import KvLayout
+
 WRITE, READ = "write", "read"
+
+
+def transfer_params(entry: InboxEntry | OutboxEntry, first_token: int) -> list[Any]:
+    """What a request's transfer parameters must say of its entry, for `Planner.add`. The geometry only where it is not the cache's."""
+    geometry = None if entry.form == BLOCKS else list(pack_layout(entry.layout))
+    return [entry.transfer_id, entry.offset, entry.num_tokens, first_token, entry.form, geometry]
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Copy engine blocks `block_ids` to or from blocks [first_block, ...) of the entry at `offset` of its box.
 
-    `num_tokens`: context tokens of the entry, which give its shape.
+    `num_tokens`: context tokens of the entry, which give its shape, from `first_token` on. `form` and `entry` are the entry's own form and
+    geometry; `entry` None: the cache's.
     """
 
     transfer_id: str
@@ -30,6 +42,9 @@ class Copy:
     num_tokens: int
     first_block: int
     block_ids: tuple[int, ...]
+    first_token: int = 0
+    form: str = BLOCKS
+    entry: KvLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +64,15 @@ class _Transfer:
     transfer_id: str
     offset: int
     num_tokens: int
+    first_token: int = 0
+    form: str = BLOCKS
+    entry: KvLayout | None = None
     next_block: int = 0
     consumed: bool = False
+
+    def copy(self, first_block: int, block_ids: Sequence[int]) -> Copy:
+        ids = tuple(block_ids)
+        return Copy(self.transfer_id, self.offset, self.num_tokens, first_block, ids, self.first_token, self.form, self.entry)
 
 
 @dataclass(slots=True)
@@ -65,16 +87,20 @@ class Planner:
     _ended_reads: list[str] = field(default_factory=list)
 
     def add(self, request_id: str, params: Mapping[str, Any] | None) -> None:
-        """A request entered the engine. `params`: {"write" | "read": [transfer_id, offset, num_tokens]}, or none of ours."""
+        """A request entered the engine. `params`: {"write" | "read": what `transfer_params` made}, or none of ours."""
         for kind, known in ((WRITE, self._writes), (READ, self._reads)):
             if params and kind in params:
-                transfer_id, offset, num_tokens = params[kind]
-                known[request_id] = _Transfer(transfer_id, offset, num_tokens)
+                transfer_id, offset, num_tokens, first_token, form, entry = params[kind]
+                layout = None if entry is None else unpack_layout(bytes(entry))
+                known[request_id] = _Transfer(transfer_id, offset, num_tokens, first_token, form, layout)
 
     def matched_tokens(self, request_id: str, num_computed_tokens: int) -> int:
-        """Tokens that the inbox holds beyond the `num_computed_tokens` cached ones. No side effects."""
+        """Tokens that the inbox holds beyond the `num_computed_tokens` cached ones. No side effects.
+
+        0 where there is a gap between the two: blocks were evicted after the pull had begun, and the context is computed from there.
+        """
         read = self._reads.get(request_id)
-        if read is None or read.consumed:
+        if read is None or read.consumed or num_computed_tokens < read.first_token:
             return 0
         return max(0, read.num_tokens - num_computed_tokens)
 
@@ -89,7 +115,7 @@ class Planner:
             return
         first = (read.num_tokens - num_loaded_tokens) // self.block_tokens
         ids = tuple(block_ids[first : self._num_blocks(read.num_tokens)])
-        self._loads.append(Copy(read.transfer_id, read.offset, read.num_tokens, first, ids))
+        self._loads.append(read.copy(first, ids))
 
     def finished(self, request_id: str) -> None:
         """The request left the engine, by whatever way; it may never have run."""
@@ -127,7 +153,7 @@ class Planner:
         if end <= first:
             return None
         write.next_block = end
-        return Copy(write.transfer_id, write.offset, write.num_tokens, first, tuple(block_ids_of(request_id)[first:end]))
+        return write.copy(first, block_ids_of(request_id)[first:end])
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)

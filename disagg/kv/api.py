@@ -28,7 +28,14 @@ class OutboxEntry(Protocol):
         ...
 
     @property
-    def layout(self) -> KvLayout: ...
+    def form(self) -> str:
+        """How the KV lies in the entry: see kv/form.py."""
+        ...
+
+    @property
+    def layout(self) -> KvLayout:
+        """The entry's own geometry; in form `blocks` it is the engine's, in form `tokens` its blocks are single tokens."""
+        ...
 
     @property
     def offset(self) -> int:
@@ -63,7 +70,19 @@ class InboxEntry(Protocol):
     def num_tokens(self) -> int: ...
 
     @property
-    def layout(self) -> KvLayout: ...
+    def first_token(self) -> int:
+        """Tokens before this one are not in the entry, because the engine's prefix cache had them; a multiple of its block size."""
+        ...
+
+    @property
+    def form(self) -> str:
+        """How the KV lies in the entry: see kv/form.py."""
+        ...
+
+    @property
+    def layout(self) -> KvLayout:
+        """The entry's own geometry; its ranks are the source's."""
+        ...
 
     @property
     def offset(self) -> int:
@@ -72,7 +91,7 @@ class InboxEntry(Protocol):
 
     @property
     def view(self) -> memoryview:
-        """The entry's bytes, read-only to engines: [ranks, blocks, layers, block_bytes]."""
+        """The entry's bytes from `first_token` on, read-only to engines: [ranks, blocks, layers, block_bytes]."""
         ...
 
     def end_read(self) -> None:

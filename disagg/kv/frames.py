@@ -7,8 +7,8 @@
              <------------------------------- End         (or Failed with a typed error, at any point)
       Ack  ------------------------------->               (every block verified: the source may free)
 
-A frame's payload is whole cache blocks of one rank, all layers (`format: blocks`). Payloads have a digest in their header, and each
-header ends in a digest of itself: a flipped bit is noticed wherever it is.
+A frame's payload is whole blocks of one rank of the entry, all layers (kv/layout.py; in form `tokens` a block is a token). Payloads have
+a digest in their header, and each header ends in a digest of itself: a flipped bit is noticed wherever it is.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ import msgpack
 import xxhash
 
 from disagg.errors import DisaggError, TransferCorruptError, TransferError, from_wire, to_wire
-from disagg.kv.layout import KvLayout
+from disagg.kv.layout import KvLayout, Packing
 from disagg.types import Transfer
 
-FORMAT_BLOCKS = "blocks"
 MAX_HEADER_BYTES = 1 << 16
 HEARTBEAT_S = 3.0  # a source that has nothing to send yet says so this often
 SILENCE_S = 15.0  # a peer that says nothing for this long is lost
@@ -33,24 +32,25 @@ SILENCE_S = 15.0  # a peer that says nothing for this long is lost
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Asks for a transfer of the process life `epoch`."""
+    """Asks for a transfer of the process life `epoch`, without its first `first_token` tokens: whole blocks that the puller has already."""
 
     transfer_id: str
     epoch: str
     attempt: int
     token_hash: str
+    first_token: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The entry exists: what it will hold, and where it lies in the source's box (`box_offset`, bytes)."""
+    """The entry exists: what it will hold, in which form and geometry, and where it lies in the source's box (`box_offset`, bytes)."""
 
     transfer_id: str
     epoch: str
     attempt: int
     token_hash: str
     num_tokens: int
-    format: str
+    form: str
     layout: KvLayout
     box_offset: int
 
@@ -174,7 +174,7 @@ class Sink(Protocol):
 
 def pull_request(transfer: Transfer) -> Pull:
     """The question that fetches `transfer`."""
-    return Pull(transfer.transfer_id, transfer.source.epoch, transfer.attempt, transfer.token_hash)
+    return Pull(transfer.transfer_id, transfer.source.epoch, transfer.attempt, transfer.token_hash, transfer.first_token)
 
 
 _DIGEST = struct.Struct("<I")
@@ -209,9 +209,26 @@ def _build(cls: type[Any], values: Sequence[Any]) -> Any:
 def _checked(value: Any, hint: type) -> Any:
     if hint is KvLayout:
         return _build(KvLayout, value)
+    if hint is Packing:
+        return Packing(value)
     if type(value) is not hint or (isinstance(value, int) and not 0 <= value < 1 << 64):
         raise TypeError(hint.__name__)
     return value
+
+
+def pack_layout(layout: KvLayout) -> bytes:
+    """The bytes of a layout, for a worker's hello."""
+    packed: bytes = msgpack.packb(astuple(layout))
+    return packed
+
+
+def unpack_layout(data: bytes) -> KvLayout:
+    """The layout in `data`. Raises TransferCorruptError on anything that `pack_layout` does not write."""
+    try:
+        layout: KvLayout = _build(KvLayout, msgpack.unpackb(data))
+        return layout
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        raise TransferCorruptError(f"not a KV layout: {type(error).__name__}") from None
 
 
 def failed(error: DisaggError) -> Failed:
@@ -226,12 +243,13 @@ def raise_failed(header: Failed) -> None:
 
 
 class Coverage:
-    """Which blocks of an entry for `num_tokens` tokens are there: each of them once."""
+    """Which blocks of an entry for `num_tokens` tokens are there, from block `first` on: each of them once."""
 
-    def __init__(self, layout: KvLayout, num_tokens: int) -> None:
+    def __init__(self, layout: KvLayout, num_tokens: int, first: int = 0) -> None:
         self._layout = layout
+        self._first = first
         self._have = [bytearray(layout.num_blocks(num_tokens)) for _ in range(layout.num_ranks)]
-        self.total_blocks = layout.num_ranks * layout.num_blocks(num_tokens)
+        self.total_blocks = layout.num_ranks * (layout.num_blocks(num_tokens) - first)
         self.num_blocks = 0
 
     @property
@@ -244,8 +262,8 @@ class Coverage:
             return f"rank {rank} is outside 0..{self._layout.num_ranks - 1}"
         if not 0 < num_blocks <= self._layout.frame_blocks:
             return f"{num_blocks} blocks in a frame, expected 1..{self._layout.frame_blocks}"
-        if first_block < 0 or first_block + num_blocks > len(self._have[rank]):
-            return f"blocks {first_block}..{first_block + num_blocks - 1} are outside an entry of {len(self._have[rank])}"
+        if first_block < self._first or first_block + num_blocks > len(self._have[rank]):
+            return f"blocks {first_block}..{first_block + num_blocks - 1} are outside {self._first}..{len(self._have[rank]) - 1}"
         return None
 
     def count(self, rank: int, first_block: int, num_blocks: int) -> int:

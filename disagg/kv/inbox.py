@@ -23,7 +23,8 @@ from disagg.kv.api import InboxEntry
 from disagg.kv.box import Box, Region, Room
 from disagg.kv.carrier import Carrier, CarrierChoice, choose_carrier
 from disagg.kv.copy import copy_and_digest, digest
-from disagg.kv.frames import FORMAT_BLOCKS, Coverage, End, Failed, Frame, Header, Opened, Waiting, raise_failed
+from disagg.kv.form import check_entry
+from disagg.kv.frames import Coverage, End, Failed, Frame, Header, Opened, Waiting, raise_failed
 from disagg.kv.layout import KvLayout
 from disagg.kv.lease import Leases, Tombstones
 from disagg.types import Transfer
@@ -40,6 +41,7 @@ class InboxCounters:
     """Since the start. `late`: messages after a transfer's end; `duplicates`: fetches of a transfer that is known already.
 
     `transfer_s`: seconds from the source's first message (and room for it) to the last block verified, summed over the completed.
+    `saved_bytes`: of KV that the engine had already, so that it did not move.
     """
 
     fetches: int = 0
@@ -53,10 +55,11 @@ class InboxCounters:
     late: int = 0
     duplicates: int = 0
     transfer_s: float = 0.0
+    saved_bytes: int = 0
 
 
 class Inbox:
-    """Entries in `box` for KV of `layout`, pulled by `carriers` (by name). `choice` is the setting kv.carrier."""
+    """Entries in `box` for an engine whose cache is of `layout`, pulled by `carriers` (by name). `choice` is the setting kv.carrier."""
 
     def __init__(
         self,
@@ -89,8 +92,14 @@ class Inbox:
     def total_bytes(self) -> int:
         return self.room.total_bytes
 
+    def knows(self, transfer_id: str) -> bool:
+        """Whether the transfer was fetched or has ended."""
+        return transfer_id in self._entries or transfer_id in self._ended
+
     async def fetch(self, transfer: Transfer, owner: str = "") -> None:
-        """Pull `transfer`; returns when it is complete and verified, or was so before. Concurrent calls share one pull.
+        """Pull `transfer` from its `first_token` on; returns when it is complete and verified, or was so before.
+
+        Concurrent calls share one pull, of what the first of them asked for.
 
         Raises TransferError and its children, ConfigError (no carrier reaches), InvalidRequestError (the box is too small). The same
         error again for a transfer that has failed. Cancelling the last waiter releases the transfer.
@@ -254,6 +263,7 @@ class _Entry:
         self.owner = owner
         self.region: Region | None = None
         self.opened_s = 0.0
+        self.layout = inbox.layout  # until the source says in which geometry the entry comes
         self.pull: asyncio.Task[None] | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: DisaggError | None = None
@@ -274,8 +284,17 @@ class _Entry:
         return self.transfer.num_tokens
 
     @property
-    def layout(self) -> KvLayout:
-        return self._inbox.layout
+    def first_token(self) -> int:
+        return self.transfer.first_token
+
+    @property
+    def form(self) -> str:
+        return self.transfer.form
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is pulled. `first_token` lies at a block's border, so the rest is an entry of its own."""
+        return self.layout.entry_bytes(self.num_tokens - self.first_token)
 
     @property
     def offset(self) -> int:
@@ -294,7 +313,7 @@ class _Entry:
 
     def writable(self) -> memoryview:
         """The entry's bytes, for the pull."""
-        return self._inbox.box.buffer[self.offset : self.offset + self.layout.entry_bytes(self.num_tokens)]
+        return self._inbox.box.buffer[self.offset : self.offset + self.num_bytes]
 
     def end_read(self) -> None:
         """See kv.api.InboxEntry."""
@@ -318,6 +337,7 @@ class _Writer:
         self._num_frames = 0  # frames received
         self._rooms: dict[int, memoryview] = {}  # by `seq`: places given to the carrier, whose frames have not been received
         self._copies: deque[tuple[Frame, asyncio.Future[int]]] = deque()  # under way in threads; gives the digest of what arrived
+        self._first_block = 0
         self._coverage = Coverage(inbox.layout, entry.num_tokens)
 
     def room(self, frame: Frame) -> memoryview:
@@ -340,7 +360,8 @@ class _Writer:
                 raise_failed(header)
             case Opened() if not self._opened:
                 self._check_opened(header)
-                entry.region = await self._inbox.room.reserve(self._inbox.layout.entry_bytes(entry.num_tokens))
+                self._take_geometry(header.layout)
+                entry.region = await self._inbox.room.reserve(entry.num_bytes)
                 entry.opened_s = asyncio.get_running_loop().time()
                 self._opened = True
             case Frame() if self._opened:
@@ -358,13 +379,21 @@ class _Writer:
         t = self._entry.transfer
         if (header.transfer_id, header.epoch, header.attempt) != (t.transfer_id, t.source.epoch, t.attempt):
             raise TransferFencedError(f"asked for transfer {t.transfer_id} of epoch {t.source.epoch}, got {header.transfer_id}")
-        if header.format != FORMAT_BLOCKS:
-            raise LayoutMismatchError(f"payload format {header.format!r}, expected {FORMAT_BLOCKS!r}")
-        differences = self._inbox.layout.differences(header.layout)
-        if differences:
-            raise LayoutMismatchError(f"worker {t.source.worker} keeps its KV otherwise (mine != theirs): {'; '.join(differences)}")
+        if header.form != t.form:
+            raise LayoutMismatchError(f"transfer {t.transfer_id} comes in form {header.form!r}, asked for {t.form!r}")
+        try:
+            check_entry(self._inbox.layout, header.layout, header.form)
+        except LayoutMismatchError as error:
+            raise LayoutMismatchError(f"worker {t.source.worker}: {error.message}") from None
         if (header.num_tokens, header.token_hash) != (t.num_tokens, t.token_hash):
             raise TransferFencedError(f"transfer {t.transfer_id} holds the KV of other tokens")
+
+    def _take_geometry(self, layout: KvLayout) -> None:
+        entry, counters = self._entry, self._inbox.counters
+        entry.layout = layout
+        self._first_block = entry.first_token // layout.block_tokens
+        self._coverage = Coverage(layout, entry.num_tokens, self._first_block)
+        counters.saved_bytes += layout.entry_bytes(entry.num_tokens) - entry.num_bytes
 
     def _claim(self, header: Frame) -> memoryview:
         """The place of the next frame, once."""
@@ -376,15 +405,16 @@ class _Writer:
         fault = self._coverage.fault(header.rank, header.first_block, header.num_blocks)
         if fault is None and self._coverage.count(header.rank, header.first_block, header.num_blocks):
             fault = f"blocks {header.first_block}.. of rank {header.rank} came twice"
-        expected = header.num_blocks * self._inbox.layout.slab_bytes
+        expected = header.num_blocks * self._entry.layout.slab_bytes
         if fault is None and header.num_bytes != expected:
             fault = f"frame {header.seq} says {header.num_bytes} bytes, expected {expected}"
         if fault is not None:
             raise self._corrupt(fault)
         self._coverage.add(header.rank, header.first_block, header.num_blocks)
         self._num_claimed += 1
-        start = self._inbox.layout.offset(self._entry.num_tokens, header.rank, header.first_block)
-        return self._entry.writable()[start : start + header.num_bytes]
+        entry = self._entry
+        start = entry.layout.offset(entry.num_tokens - entry.first_token, header.rank, header.first_block - self._first_block)
+        return entry.writable()[start : start + header.num_bytes]
 
     async def _write(self, header: Frame, payload: Sequence[memoryview]) -> None:
         """Bring the payload to its place, unless it is there already, and verify it, now or later."""

@@ -15,12 +15,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from disagg.errors import DisaggError, EngineError, TransferError, TransferFencedError
 from disagg.kv.api import OutboxEntry
 from disagg.kv.box import Box, Region, Room
-from disagg.kv.frames import FORMAT_BLOCKS, HEARTBEAT_S, Coverage, End, Frame, Header, Opened, Pull, Waiting
+from disagg.kv.copy import digest
+from disagg.kv.form import entry_layout
+from disagg.kv.frames import HEARTBEAT_S, Coverage, End, Frame, Header, Opened, Pull, Waiting
 from disagg.kv.layout import KvLayout
 from disagg.kv.lease import Leases, Tombstones
 from disagg.types import Transfer
@@ -53,7 +55,7 @@ class OutboxCounters:
 
 
 class Outbox:
-    """Entries in `box` for KV of `layout`, owned by the process life `epoch`.
+    """Entries in `box` for KV of an engine whose cache is of `layout`, owned by the process life `epoch`.
 
     A finished entry that nobody reads is fenced `lease_s` seconds after the engine ended, its last reader left or its owner renewed it.
     A reader of a transfer that is not opened is refused after `lease_s`, too.
@@ -82,14 +84,20 @@ class Outbox:
     async def open(self, transfer: Transfer, owner: str = "") -> OutboxEntry:
         """Room for `transfer`'s KV, as soon as there is some. `owner` (a gateway) can renew the lease later.
 
-        Raises TransferFencedError when the transfer has ended before (also while waiting), InvalidRequestError when the box is too small.
+        Raises TransferFencedError when the transfer has ended before (also while waiting), InvalidRequestError when the box is too small,
+        LayoutMismatchError for a form that the engine's cache cannot have.
         The caller must see to it that `end_write` is called on what it gets, whatever happens.
         """
         transfer_id = transfer.transfer_id
         if transfer_id in self._entries or transfer_id in self._ended:
             self.counters.late += 1
             raise self._fenced(transfer_id, self._ended.get(transfer_id) or "open already")
-        entry = _Entry(self, transfer, owner)
+        try:
+            layout = entry_layout(self.layout, transfer.form)
+        except DisaggError as error:
+            self._ended.add(transfer_id, f"not opened: {error}")
+            raise
+        entry = _Entry(self, transfer, layout, owner)
         self._entries[transfer_id] = entry
         entry.readers |= self._early.pop(transfer_id, set())
         for reader in entry.readers:
@@ -169,6 +177,8 @@ class Outbox:
             return None if how is None else self._fenced(pull.transfer_id, how)
         if entry.transfer.token_hash != pull.token_hash:
             return TransferFencedError(f"transfer {pull.transfer_id} holds the KV of other tokens")
+        if pull.first_token > entry.num_tokens or pull.first_token % entry.layout.block_tokens:
+            return TransferFencedError(f"transfer {pull.transfer_id} cannot be read from token {pull.first_token} on")
         if entry.transfer.attempt != pull.attempt:
             return TransferFencedError(f"transfer {pull.transfer_id} is of attempt {entry.transfer.attempt}, not {pull.attempt}")
         return None if entry.ended is None else self._fenced(pull.transfer_id, entry.ended)
@@ -228,13 +238,14 @@ class Outbox:
 class _Entry:
     """One transfer in the outbox; what the engine sees of it is kv.api.OutboxEntry."""
 
-    def __init__(self, outbox: Outbox, transfer: Transfer, owner: str) -> None:
+    def __init__(self, outbox: Outbox, transfer: Transfer, layout: KvLayout, owner: str) -> None:
         self.transfer = transfer
+        self.layout = layout
         self.owner = owner
         self.region: Region | None = None
         self.reserving: asyncio.Task[Region] | None = None
         self.frames: list[Frame] = []
-        self.coverage = Coverage(outbox.layout, transfer.num_tokens)
+        self.coverage = Coverage(layout, transfer.num_tokens)
         self.writer_ended = False
         self.ended: str | None = None
         self.was_read = False  # a reader has left
@@ -250,8 +261,8 @@ class _Entry:
         return self.transfer.num_tokens
 
     @property
-    def layout(self) -> KvLayout:
-        return self._outbox.layout
+    def form(self) -> str:
+        return self.transfer.form
 
     @property
     def offset(self) -> int:
@@ -334,6 +345,7 @@ class Reader:
         self._changed: asyncio.Future[None] | None = None
         self._open_by_s = asyncio.get_running_loop().time() + outbox.lease_s
         self._sent_opened = False
+        self._next_frame = 0  # of the entry's
         self._num_sent = 0
 
     async def next(self, heartbeat_s: float = HEARTBEAT_S) -> Header:
@@ -357,7 +369,7 @@ class Reader:
     def payload(self, frame: Frame) -> memoryview:
         """The bytes of a frame that `next` gave; valid while this reader is held."""
         assert self.entry is not None
-        start = self.entry.offset + self._outbox.layout.offset(self.entry.num_tokens, frame.rank, frame.first_block)
+        start = self.entry.offset + self.entry.layout.offset(self.entry.num_tokens, frame.rank, frame.first_block)
         return self._outbox.box.buffer[start : start + frame.num_bytes]
 
     def acknowledge(self) -> None:
@@ -381,12 +393,25 @@ class Reader:
             return None
         if not self._sent_opened:
             self._sent_opened = True
-            t, layout = entry.transfer, self._outbox.layout
-            return Opened(t.transfer_id, self._outbox.epoch, t.attempt, t.token_hash, t.num_tokens, FORMAT_BLOCKS, layout, entry.offset)
-        if self._num_sent < len(entry.frames):
-            frame = entry.frames[self._num_sent]
-            self._num_sent += 1
-            self._outbox.counters.sent_frames += 1
-            self._outbox.counters.sent_bytes += frame.num_bytes
-            return frame
-        return End(entry.transfer_id, len(entry.frames)) if entry.coverage.is_complete else None
+            t, epoch = entry.transfer, self._outbox.epoch
+            return Opened(t.transfer_id, epoch, t.attempt, t.token_hash, t.num_tokens, t.form, entry.layout, entry.offset)
+        while self._next_frame < len(entry.frames):
+            self._next_frame += 1
+            frame = self._wanted(entry.frames[self._next_frame - 1], entry.layout)
+            if frame is not None:
+                self._num_sent += 1
+                self._outbox.counters.sent_frames += 1
+                self._outbox.counters.sent_bytes += frame.num_bytes
+                return frame
+        return End(entry.transfer_id, self._num_sent) if entry.coverage.is_complete else None
+
+    def _wanted(self, frame: Frame, layout: KvLayout) -> Frame | None:
+        """What of a staged frame the peer lacks, as the next frame to send."""
+        first = max(frame.first_block, self.pull.first_token // layout.block_tokens)
+        num_blocks = frame.first_block + frame.num_blocks - first
+        if num_blocks <= 0:
+            return None
+        if num_blocks == frame.num_blocks:
+            return replace(frame, seq=self._num_sent)
+        rest = replace(frame, seq=self._num_sent, first_block=first, num_blocks=num_blocks, num_bytes=num_blocks * layout.slab_bytes)
+        return replace(rest, digest=digest(self.payload(rest)))

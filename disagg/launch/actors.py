@@ -22,7 +22,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from disagg.config import Topology
-from disagg.errors import DisaggError, EngineError, PlacementError
+from disagg.errors import DisaggError, EngineError, LayoutMismatchError, PlacementError
 from disagg.launch.processes import descendants, me
 from disagg.launch.report import ActorProcesses, DeploymentStatus, WorkerReport, WorkerStatus
 from disagg.launch.session import LOCAL_HOST
@@ -149,6 +149,7 @@ class _Watched:
     epoch: str = ""
     report: WorkerReport | None = None
     trouble: str = "loading"
+    refusal: LayoutMismatchError | None = None  # why the pool does not take it, ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +185,14 @@ class GatewayActor:
             self._own(self._keep_joined(name, self._watched[name]))
 
     async def wait_joined(self) -> None:
-        """Returns once every watched worker has joined the pool at least once, and HTTP is served."""
+        """Returns once every watched worker has joined the pool at least once, and HTTP is served.
+
+        Raises LayoutMismatchError for a worker whose KV cache does not suit the others'.
+        """
         for watched in list(self._watched.values()):
             await watched.joined.wait()
+            if watched.refusal is not None:
+                raise watched.refusal
         await (await asyncio.shield(self._started)).wait_http()
 
     async def status(self) -> DeploymentStatus:
@@ -254,12 +260,15 @@ class GatewayActor:
                 await gateway.pool.join(name, watched.role, report.target)
             except (DisaggError, RayError, TimeoutError) as error:
                 watched.trouble = f"{_sentence(error)}; trying again"
+                if isinstance(error, LayoutMismatchError):
+                    watched.refusal = error
+                    watched.joined.set()
                 log.warning("worker %s: %s in %.1f s", name, watched.trouble, backoff_s)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
                 continue
             backoff_s = FIRST_BACKOFF_S
-            watched.report, watched.trouble = report, ""
+            watched.report, watched.trouble, watched.refusal = report, "", None
             if report.epoch != watched.epoch:
                 watched.epoch, watched.lives = report.epoch, watched.lives + 1
             watched.joined.set()

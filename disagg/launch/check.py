@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from disagg.config import GIB, Topology
-from disagg.errors import ConfigError, PlacementError
+from disagg.engine.simulated_settings import simulated_layout
+from disagg.errors import ConfigError, LayoutMismatchError, PlacementError
 from disagg.front.ports import describe_holder
 from disagg.kv.carrier import expected_carrier
+from disagg.kv.form import agree
 from disagg.launch.doctor import gpu_names
 from disagg.launch.placement import Host, Placed, place, worker_specs
 from disagg.models import resolve_model
@@ -36,8 +38,9 @@ from disagg.types import Mode, Role
 DEFAULT_UTILIZATION = 0.9
 DEFAULT_CPU_KV_GIB = 4.0
 PROCESS_BYTES = {"vllm": GIB, "simulated": 100 << 20}  # of one worker, beside weights, KV and boxes; measured on CPUs
-# What must be equal in both pools, because whole cache blocks move.
-_EQUAL_ARGS = ("block_size", "dtype", "kv_cache_dtype", "tensor_parallel_size", "attention_backend")
+# What must be equal in both pools; the rest, only where whole cache blocks move: CPU attention does not keep tokens apart (kv/form.py).
+_EQUAL_ARGS = ("dtype", "kv_cache_dtype")
+_EQUAL_ON_CPU = ("block_size", "tensor_parallel_size", "attention_backend")
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,12 +275,21 @@ def _impossible_classes(topology: Topology, model: Path | str, notes: list[str])
 
 
 def _unlike_pools(topology: Topology) -> list[str]:
-    if topology.engine.kind != "vllm" or topology.mode == "colocated":
+    """Why no KV could move between the pools, as far as it shows before an engine runs."""
+    if topology.mode == "colocated":
+        return []
+    if topology.engine.kind == "simulated":
+        try:
+            source, sink = [simulated_layout(topology.simulated(role)) for role in (Role.PREFILL, Role.DECODE)]
+            agree(source, sink, topology.kv.wire_dtype)
+        except LayoutMismatchError as error:
+            return [f"pools: {error.message}"]
         return []
     p, d = topology.engine_args(Role.PREFILL), topology.engine_args(Role.DECODE)
+    on_gpus = all(pool.gpus for pool in topology.active_pools().values())
     return [
         f"pools.decode.args.{name}: got {d.get(name)!r}, but prefill has {p.get(name)!r}; expected equal values, as whole cache blocks move"
-        for name in _EQUAL_ARGS
+        for name in (*_EQUAL_ARGS, *(() if on_gpus else _EQUAL_ON_CPU))
         if p.get(name) != d.get(name)
     ]
 

@@ -24,11 +24,11 @@ class Command(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     key: int
     prefill: PrefillCommand
-    fetch: TransferMessage
+    fetch: FetchCommand
     start: StartCommand
     cancel: int
     release: TransferMessage
-    def __init__(self, key: _Optional[int] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., fetch: _Optional[_Union[TransferMessage, _Mapping]] = ..., start: _Optional[_Union[StartCommand, _Mapping]] = ..., cancel: _Optional[int] = ..., release: _Optional[_Union[TransferMessage, _Mapping]] = ...) -> None: ...
+    def __init__(self, key: _Optional[int] = ..., prefill: _Optional[_Union[PrefillCommand, _Mapping]] = ..., fetch: _Optional[_Union[FetchCommand, _Mapping]] = ..., start: _Optional[_Union[StartCommand, _Mapping]] = ..., cancel: _Optional[int] = ..., release: _Optional[_Union[TransferMessage, _Mapping]] = ...) -> None: ...
 
 class PrefillCommand(_message.Message):
     __slots__ = ("request", "transfer")
@@ -37,6 +37,14 @@ class PrefillCommand(_message.Message):
     request: RequestMessage
     transfer: TransferMessage
     def __init__(self, request: _Optional[_Union[RequestMessage, _Mapping]] = ..., transfer: _Optional[_Union[TransferMessage, _Mapping]] = ...) -> None: ...
+
+class FetchCommand(_message.Message):
+    __slots__ = ("transfer", "request")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    transfer: TransferMessage
+    request: RequestMessage
+    def __init__(self, transfer: _Optional[_Union[TransferMessage, _Mapping]] = ..., request: _Optional[_Union[RequestMessage, _Mapping]] = ...) -> None: ...
 
 class StartCommand(_message.Message):
     __slots__ = ("request", "transfer", "prefilled")
@@ -71,7 +79,7 @@ class Reply(_message.Message):
     def __init__(self, key: _Optional[int] = ..., error: _Optional[bytes] = ..., prefilled: _Optional[_Union[PrefillReply, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker", "epoch", "host_id", "endpoints", "heartbeat_s")
+    __slots__ = ("worker", "epoch", "host_id", "endpoints", "heartbeat_s", "kv_layout")
     class EndpointsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -84,12 +92,14 @@ class Hello(_message.Message):
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     worker: str
     epoch: str
     host_id: str
     endpoints: _containers.ScalarMap[str, str]
     heartbeat_s: float
-    def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[str] = ..., host_id: _Optional[str] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., heartbeat_s: _Optional[float] = ...) -> None: ...
+    kv_layout: bytes
+    def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[str] = ..., host_id: _Optional[str] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., heartbeat_s: _Optional[float] = ..., kv_layout: _Optional[bytes] = ...) -> None: ...
 
 class RequestStep(_message.Message):
     __slots__ = ("key", "token_ids", "tokens", "finish", "error", "cached_tokens", "prompt_logprobs")
@@ -335,7 +345,7 @@ class StructureMessage(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., spec: _Optional[str] = ..., any_whitespace: _Optional[bool] = ..., additional_properties: _Optional[bool] = ..., whitespace_pattern: _Optional[str] = ..., reasoning_ended: _Optional[bool] = ..., reasoning_json: _Optional[str] = ...) -> None: ...
 
 class TransferMessage(_message.Message):
-    __slots__ = ("transfer_id", "attempt", "source_worker", "source_epoch", "source_host_id", "source_endpoints", "num_tokens", "token_hash", "traceparent")
+    __slots__ = ("transfer_id", "attempt", "source_worker", "source_epoch", "source_host_id", "source_endpoints", "num_tokens", "token_hash", "traceparent", "form")
     class SourceEndpointsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -352,6 +362,7 @@ class TransferMessage(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_HASH_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    FORM_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     attempt: int
     source_worker: str
@@ -361,7 +372,8 @@ class TransferMessage(_message.Message):
     num_tokens: int
     token_hash: str
     traceparent: str
-    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., source_worker: _Optional[str] = ..., source_epoch: _Optional[str] = ..., source_host_id: _Optional[str] = ..., source_endpoints: _Optional[_Mapping[str, str]] = ..., num_tokens: _Optional[int] = ..., token_hash: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    form: str
+    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., source_worker: _Optional[str] = ..., source_epoch: _Optional[str] = ..., source_host_id: _Optional[str] = ..., source_endpoints: _Optional[_Mapping[str, str]] = ..., num_tokens: _Optional[int] = ..., token_hash: _Optional[str] = ..., traceparent: _Optional[str] = ..., form: _Optional[str] = ...) -> None: ...
 
 class PrefillReply(_message.Message):
     __slots__ = ("first", "finish", "cached_tokens", "prompt_logprobs")

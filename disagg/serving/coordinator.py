@@ -176,9 +176,9 @@ class Coordinator:
 
     async def _disaggregated(self, run: Run, request: Request, reservation: Reservation) -> AsyncGenerator[Chunk, None]:
         p, d = reservation.source.worker, reservation.sink.worker
-        transfer = _transfer(run, request, p)
+        transfer = _transfer(run, request, p, reservation.form)
         # The pull starts with the prefill: the decode side takes each prefill chunk's KV while the next one is computed.
-        fetch = self._spawn(_fetch(run, d, transfer, reservation)) if request.remaining_tokens > 1 else None
+        fetch = self._spawn(_fetch(run, request, d, transfer, reservation)) if request.remaining_tokens > 1 else None
         whole = False
         try:
             prefilled = await p.prefill(request, transfer)
@@ -217,9 +217,10 @@ class Coordinator:
         return task
 
 
-def _transfer(run: Run, request: Request, source: Worker) -> Transfer:
+def _transfer(run: Run, request: Request, source: Worker, form: str) -> Transfer:
     tokens = request.prompt_token_ids + request.prior_output
-    return Transfer(new_id(), run.attempts - 1, source.address, len(tokens), hash_tokens(tokens), request.traceparent)
+    digest = hash_tokens(tokens)
+    return Transfer(new_id(), run.attempts - 1, source.address, len(tokens), digest, form, traceparent=request.traceparent)
 
 
 def _first_token(run: Run, phase: Phase) -> None:
@@ -228,10 +229,10 @@ def _first_token(run: Run, phase: Phase) -> None:
         run.timeline.first_token_s = time.monotonic()
 
 
-async def _fetch(run: Run, worker: Worker, transfer: Transfer, reservation: Reservation) -> None:
+async def _fetch(run: Run, request: Request, worker: Worker, transfer: Transfer, reservation: Reservation) -> None:
     """Have `worker` pull the KV. A failure also ends the decode that waits for it, and is told there."""
     try:
-        await worker.fetch(transfer)
+        await worker.fetch(transfer, request)
     except DisaggError as error:
         log.debug("request %s: fetch of %s failed: %s", run.request.request_id, transfer.transfer_id, error.message)
         return

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 
 from disagg.config import Topology
+from disagg.errors import LayoutMismatchError
+from disagg.kv.form import BLOCKS, agree
 from disagg.perf.shapes import ModelShape
 from disagg.policy.decision import Grant, Prediction
 from disagg.policy.dispatch import Dispatcher
@@ -38,7 +40,8 @@ class Reservation:
             -> decoding()     KV now shows in d's state    -> close()     everything, idempotent
     """
 
-    def __init__(self, grant: Grant, source: Member, sink: Member, dispatcher: Dispatcher, changes: Signal) -> None:
+    def __init__(self, grant: Grant, source: Member, sink: Member, form: str, dispatcher: Dispatcher, changes: Signal) -> None:
+        self.form = form  # of the KV between the two
         self.route: Route = grant.route
         self.prediction: Prediction = grant.admitted
         self.source = source
@@ -86,18 +89,47 @@ class Pool:
         self._model = model
         self._mode = Mode(topology.mode)
         self._timeout_s = topology.admission.worker_timeout_s
+        self._wire_dtype = topology.kv.wire_dtype
 
     async def join(self, name: str, role: Role, target: str) -> None:
         """Connect to the worker at `target` ("host:port"); it takes requests when this returns.
 
         A worker of that name that is here already is replaced, and counts as lost. Raises WorkerLostError when the worker does not
-        say hello within the topology's `worker_timeout_s`.
+        say hello within the topology's `worker_timeout_s`, LayoutMismatchError when it could not exchange KV with a member.
         """
         worker = await RemoteWorker.connect(name, target, self.gateway_id, self._timeout_s, self.changes)
+        member = Member(Role(role), worker)
+        try:
+            self._check_pairs(member)
+        except LayoutMismatchError:
+            await worker.close()
+            raise
         await self.leave(name)
-        self.members[name] = Member(Role(role), worker)
+        self.members[name] = member
         self.dispatcher.join(name, Role(role), worker.address.host_id, worker.state(), time.monotonic())
         self.changes.fire()
+
+    def _check_pairs(self, member: Member) -> None:
+        """Raise LayoutMismatchError unless KV can move on every route that `member` makes possible."""
+        for other in self.members.values():
+            if other.is_live and other.name != member.name:
+                for source, sink in ((member, other), (other, member)):
+                    if self._may_pair(source, sink):
+                        self._form(source, sink)
+
+    def _may_pair(self, source: Member, sink: Member) -> bool:
+        if self._mode is Mode.ADAPTIVE:
+            return True
+        return (source.role, sink.role) == (Role.PREFILL, Role.DECODE)
+
+    def _form(self, source: Member, sink: Member) -> str:
+        """How KV moves between two members. Raises LayoutMismatchError with what differs."""
+        if source is sink or source.worker.layout is None or sink.worker.layout is None:
+            return BLOCKS
+        try:
+            return agree(source.worker.layout, sink.worker.layout, self._wire_dtype)
+        except LayoutMismatchError as error:
+            raise LayoutMismatchError(f"no KV can move from worker {source.name} to {sink.name}: {error.message}") from None
 
     async def leave(self, name: str) -> None:
         """Let go of a worker; its requests are served again elsewhere. Unknown is fine."""
@@ -136,7 +168,8 @@ class Pool:
     def reservation(self, grant: Grant) -> Reservation:
         """The grant, tied to its workers. They are live at the instant at which it was decided."""
         route = grant.route
-        return Reservation(grant, self.members[route.prefill], self.members[route.decode], self.dispatcher, self.changes)
+        source, sink = self.members[route.prefill], self.members[route.decode]
+        return Reservation(grant, source, sink, self._form(source, sink), self.dispatcher, self.changes)
 
     async def close(self) -> None:
         """Let go of all workers."""

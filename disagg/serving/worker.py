@@ -21,6 +21,7 @@ from disagg.errors import EngineError, InvalidRequestError, WorkerLostError
 from disagg.kv.box import Box
 from disagg.kv.carrier import Carrier
 from disagg.kv.inbox import Inbox, InboxCounters
+from disagg.kv.layout import KvLayout
 from disagg.kv.outbox import Outbox, OutboxCounters
 from disagg.types import Chunk, EngineState, KvAddress, KvCounters, Prefilled, Request, Transfer
 
@@ -68,6 +69,11 @@ class LocalWorker:
         return self._address.epoch
 
     @property
+    def layout(self) -> KvLayout:
+        """Of the engine's cache."""
+        return self.engine.layout
+
+    @property
     def is_alive(self) -> bool:
         """False once the engine died or got stuck."""
         return self.engine.is_alive and not self._stalled
@@ -86,7 +92,10 @@ class LocalWorker:
             self.outbox.release(transfer.transfer_id)
         return prefilled
 
-    async def fetch(self, transfer: Transfer, owner: str = "") -> None:
+    async def fetch(self, transfer: Transfer, request: Request | None = None, owner: str = "") -> None:
+        if request is not None and not self.inbox.knows(transfer.transfer_id):
+            _check_tokens(request, transfer)
+            transfer = replace(transfer, first_token=await self.engine.cached_tokens(request))
         await self.inbox.fetch(transfer, owner)
 
     async def decode(self, request: Request, prefilled: Prefilled, transfer: Transfer, owner: str = "") -> AsyncGenerator[Chunk, None]:

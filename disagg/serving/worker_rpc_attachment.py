@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, aclosing
 from typing import Any
 
 from disagg.errors import DisaggError, EngineError, RejectedError, WorkerLostError, to_wire
+from disagg.kv.frames import pack_layout
 from disagg.pb import worker_pb2 as pb
 from disagg.serving import worker_rpc_messages as wire
 from disagg.serving.pace import rest_s
@@ -89,6 +90,7 @@ class Attachment:
             host_id=address.host_id,
             endpoints=dict(address.endpoints),
             heartbeat_s=self._heartbeat_s,
+            kv_layout=pack_layout(self._worker.layout),
         )
         return pb.StepFrame(hello=hello, state=self._state())
 
@@ -170,9 +172,10 @@ class Attachment:
                         prefilled = await self._worker.prefill(request, transfer, self.gateway_id)
                     reply.prefilled.CopyFrom(wire.prefilled_to_wire(prefilled))
                 case "fetch":
-                    transfer = wire.transfer_from_wire(command.fetch)
+                    asked, transfer = command.fetch, wire.transfer_from_wire(command.fetch.transfer)
+                    known = wire.request_from_wire(asked.request) if asked.HasField("request") else None
                     with self._spans.span("disagg.worker.fetch", transfer.traceparent, transfer_id=transfer.transfer_id):
-                        await self._worker.fetch(transfer, self.gateway_id)
+                        await self._worker.fetch(transfer, known, self.gateway_id)
                 case "release":
                     await self._worker.release(wire.transfer_from_wire(command.release))
                 case other:

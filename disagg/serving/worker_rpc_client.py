@@ -20,6 +20,8 @@ import grpc
 import grpc.aio
 
 from disagg.errors import DeadlineError, DisaggError, EngineError, WorkerLostError, from_wire
+from disagg.kv.frames import unpack_layout
+from disagg.kv.layout import KvLayout
 from disagg.pb import worker_pb2 as pb
 from disagg.pb import worker_pb2_grpc
 from disagg.serving import worker_rpc_messages as wire
@@ -59,6 +61,7 @@ class RemoteWorker:
         self._state = EngineState(epoch="")
         self._reports: deque[EngineState] = deque(maxlen=KEPT_REPORTS)
         self._address = KvAddress(name, "", "", ())
+        self.layout: KvLayout | None = None  # of the engine's cache; None when the hello did not say
         self._streams: dict[int, RemoteChunks] = {}
         self._replies: dict[int, asyncio.Future[pb.Reply]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -97,6 +100,7 @@ class RemoteWorker:
 
     def _welcome(self, frame: pb.StepFrame) -> None:
         hello = frame.hello
+        self.layout = unpack_layout(hello.kv_layout) if hello.kv_layout else None
         self._address = KvAddress(self.name, hello.epoch, hello.host_id, tuple(sorted(hello.endpoints.items())))
         self._state = wire.state_from_wire(frame.state, hello.epoch)
         self._heard_s = time.monotonic()
@@ -131,8 +135,9 @@ class RemoteWorker:
         reply = await self._call(pb.Command(prefill=command), _remaining_s(request))
         return wire.prefilled_from_wire(reply.prefilled)
 
-    async def fetch(self, transfer: Transfer) -> None:
-        await self._call(pb.Command(fetch=wire.transfer_to_wire(transfer)), None)
+    async def fetch(self, transfer: Transfer, request: Request | None = None) -> None:
+        asked = None if request is None else wire.request_to_wire(request)
+        await self._call(pb.Command(fetch=pb.FetchCommand(transfer=wire.transfer_to_wire(transfer), request=asked)), None)
 
     async def release(self, transfer: Transfer) -> None:
         try:

@@ -145,12 +145,13 @@ def transfer_to_wire(transfer: Transfer) -> pb.TransferMessage:
         num_tokens=transfer.num_tokens,
         token_hash=transfer.token_hash,
         traceparent=transfer.traceparent,
+        form=transfer.form,
     )
 
 
 def transfer_from_wire(m: pb.TransferMessage) -> Transfer:
     source = KvAddress(m.source_worker, m.source_epoch, m.source_host_id, tuple(m.source_endpoints.items()))
-    return Transfer(m.transfer_id, m.attempt, source, m.num_tokens, m.token_hash, m.traceparent)
+    return Transfer(m.transfer_id, m.attempt, source, m.num_tokens, m.token_hash, m.form, traceparent=m.traceparent)
 
 
 def token_to_wire(token: Token) -> pb.StepToken:

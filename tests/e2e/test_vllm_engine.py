@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +53,22 @@ class Cluster:
     inbox: Inbox
     address: KvAddress
 
-    def transfer(self, request: Request) -> Transfer:
+    def transfer(self, request: Request, form: str = "blocks", first_token: int = 0) -> Transfer:
         context = (*request.prompt_token_ids, *request.prior_output)
-        return Transfer(new_id(), 0, self.address, len(context), hash_tokens(context))
+        return Transfer(new_id(), 0, self.address, len(context), hash_tokens(context), form, first_token)
 
-    async def staged(self, request: Request) -> tuple[Prefilled, Any]:
+    async def staged(self, request: Request, form: str = "blocks", first_token: int = 0) -> tuple[Prefilled, Any]:
         """Prefilled, moved, and the complete inbox entry (None when the first token ended the request)."""
-        transfer = self.transfer(request)
+        transfer = self.transfer(request, form, first_token)
         entry = await self.outbox.open(transfer)
         fetching = asyncio.create_task(self.inbox.fetch(transfer))
         prefilled = await self.prefill.prefill(request, entry)
         await asyncio.wait_for(fetching, WAIT_S)
         return prefilled, await self.inbox.take(transfer.transfer_id)
 
-    async def answer(self, request: Request) -> tuple[list[Token], FinishReason | None]:
+    async def answer(self, request: Request, form: str = "blocks", first_token: int = 0) -> tuple[list[Token], FinishReason | None]:
         """The disaggregated answer."""
-        prefilled, entry = await self.staged(request)
+        prefilled, entry = await self.staged(request, form, first_token)
         if prefilled.finish is not None:
             entry.end_read()
             return [prefilled.first], prefilled.finish
@@ -197,6 +197,41 @@ async def test_the_whole_context_is_cached_on_both_sides(cluster: Cluster) -> No
         assert prefilled.cached_tokens == (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         again, _ = await drain(cluster.decode.decode(request_of(prompt), prefilled, entry))
         assert_equal_or_near_tie([prefilled.first, *again], first)
+
+
+@pytest.mark.parametrize("extra", [0, 1, 40])
+async def test_only_what_decode_lacks_travels(cluster: Cluster, extra: int) -> None:
+    """A prefix twice: the second transfer is what lies behind it, and nothing at all when decode has every block."""
+    prefix = fresh_prompt(19 * BLOCK_TOKENS)
+    first, _ = await cluster.answer(request_of(prefix))
+    request = request_of(prefix + fresh_prompt(extra))
+    known = await cluster.decode.cached_tokens(request)
+    assert known == len(prefix)
+    assert await cluster.decode.cached_tokens(replace(request, cache_salt="other")) == 0
+    before = cluster.inbox.counters.bytes
+    got, _ = await cluster.answer(request, first_token=known)
+    assert cluster.inbox.counters.bytes - before == cluster.inbox.layout.entry_bytes(extra)
+    assert cluster.inbox.counters.saved_bytes >= cluster.inbox.layout.entry_bytes(len(prefix))
+    assert_equal_or_near_tie(got, (await cluster.expected(request))[0] if extra else first)
+
+
+async def test_a_prefix_evicted_before_its_use_is_computed_again(cluster: Cluster) -> None:
+    request = request_of(fresh_prompt(600))
+    assert await cluster.decode.cached_tokens(request) == 0
+    got, _ = await cluster.answer(request, first_token=512)  # as if it had been there when the pull began
+    assert_equal_or_near_tie(got, (await cluster.expected(request))[0])
+
+
+@pytest.mark.parametrize("form", ["blocks/int8", "blocks/fp8"])
+async def test_quantised_frames_are_half_as_large_and_nearly_right(cluster: Cluster, form: str) -> None:
+    request = request_of(fresh_prompt(500), max_tokens=4)
+    before = cluster.inbox.counters.bytes
+    got, _ = await cluster.answer(request, form)
+    share = (cluster.inbox.counters.bytes - before) / cluster.inbox.layout.entry_bytes(500)
+    assert 0.5 < share < 0.51
+    want, _ = await cluster.expected(request)
+    assert got[0] == want[0], "the first token is the prefill engine's own"
+    assert_equal_or_near_tie(got, want, within=0.5)
 
 
 @pytest.mark.parametrize("damage", ["one flipped bit", "one block left out"])

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from disagg.engine.vllm_memory import CacheBlocks, RankBoxes  # noqa: E402 (needs torch)
 from disagg.engine.vllm_plan import Copy  # noqa: E402
 from disagg.errors import ConfigError  # noqa: E402
+from disagg.kv.layout import KvLayout  # noqa: E402
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 12, 2, 32, 16
 # Names as vLLM's: the physical order of (L)ayer, (B)lock, (H)ead, tokens (N), (C)ontent.
@@ -29,10 +30,13 @@ def caches(order: tuple[int, ...], seed: int) -> dict[str, Any]:
     return {f"layer.{i}": logical[i] for i in range(LAYERS)}
 
 
+LAYOUT = KvLayout("m", "b", "bfloat16", TOKENS, LAYERS, HEADS * TOKENS * CONTENT * 2, num_ranks=2)
+
+
 def boxes(kv: dict[str, Any], rank: int = 0) -> tuple[RankBoxes, mmap.mmap, mmap.mmap, list[Any]]:
     sent: list[Any] = []
     outbox, inbox = mmap.mmap(-1, 1 << 20), mmap.mmap(-1, 1 << 20)
-    return RankBoxes(CacheBlocks.of(kv, BLOCKS), rank, outbox, inbox, 2, sent.extend), outbox, inbox, sent
+    return RankBoxes(CacheBlocks.of(kv, BLOCKS), LAYOUT, rank, outbox, inbox, sent.extend), outbox, inbox, sent
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
@@ -45,18 +49,18 @@ def test_a_round_trip_is_exact_and_touches_nothing_else(order: tuple[int, ...], 
     into, _, inbox, _ = boxes(target, rank)
     num_tokens = 5 * TOKENS
     staged = Copy("t", 4096, num_tokens, 1, ids)
-    placed = out.stage([staged], TOKENS)
+    placed = out.stage([staged])
     out.finish_step(lambda: [("staged", *frame) for frame in out.frames(placed)])
     inbox[:] = outbox[:]
     landing = tuple(reversed(range(BLOCKS)))[: len(ids)]
-    into.load([Copy("t", 4096, num_tokens, 1, landing)], TOKENS)
+    into.load([Copy("t", 4096, num_tokens, 1, landing)])
     for name, layer in target.items():
         for block in range(BLOCKS):
             expected = source[name][ids[landing.index(block)]] if block in landing else before[name][block]
             assert torch.equal(layer[block].view(torch.int16), expected.view(torch.int16))
     slab = LAYERS * HEADS * TOKENS * CONTENT * 2
     start = 4096 + (rank * 5 + 1) * slab
-    frames = [(1 + at, min(2, len(ids) - at)) for at in range(0, len(ids), 2)]
+    frames = [(1, len(ids))]
     digests = [xxhash.xxh3_64_intdigest(outbox[start + (b - 1) * slab : start + (b - 1 + n) * slab]) for b, n in frames]
     assert sent == [("staged", "t", b, n, digest) for (b, n), digest in zip(frames, digests, strict=True)]
 
@@ -95,6 +99,6 @@ def test_layers_that_share_a_cache_count_once() -> None:
 )
 def test_what_does_not_lie_in_the_box_is_seen_before_memory_is_touched(copy: Copy) -> None:
     rank_boxes, *_ = boxes(caches(ORDERS["LBHNC"], 1))
-    assert not rank_boxes.can_load(copy, TOKENS)
-    assert not rank_boxes.can_stage(copy, TOKENS)
-    assert rank_boxes.can_load(Copy("t", 0, 33, 1, (1,)), TOKENS)
+    assert not rank_boxes.can_load(copy)
+    assert not rank_boxes.can_stage(copy)
+    assert rank_boxes.can_load(Copy("t", 0, 33, 1, (1,)))

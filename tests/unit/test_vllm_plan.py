@@ -15,7 +15,7 @@ def blocks_of(num_tokens: int, first: int = 100) -> list[int]:
 
 def prefill(planner: Planner, num_tokens: int, chunk: int, cached: int = 0) -> list[StepPlan]:
     """The plans of all steps of one prompt that is run alone."""
-    planner.add("r", {"write": ["t", 4096, num_tokens]})
+    planner.add("r", {"write": ["t", 4096, num_tokens, 0, "blocks", None]})
     plans, computed = [], cached
     while computed < num_tokens:
         computed = min(num_tokens, computed + chunk)
@@ -44,7 +44,7 @@ def test_every_block_is_staged_once_in_order_and_only_when_final(num_tokens: int
 
 def test_an_aborted_prefill_is_ended_once_with_the_next_step() -> None:
     planner = Planner(BLOCK)
-    planner.add("r", {"write": ["t", 0, 100]})
+    planner.add("r", {"write": ["t", 0, 100, 0, "blocks", None]})
     planner.step([("r", 40)], lambda _: blocks_of(100))
     planner.finished("r")
     planner.finished("r")
@@ -54,7 +54,7 @@ def test_an_aborted_prefill_is_ended_once_with_the_next_step() -> None:
 
 def test_a_preempted_prefill_stages_the_rest_from_its_new_blocks() -> None:
     planner = Planner(BLOCK)
-    planner.add("r", {"write": ["t", 0, 100]})
+    planner.add("r", {"write": ["t", 0, 100, 0, "blocks", None]})
     assert planner.step([("r", 70)], lambda _: [5, 6, 7, 8]).stages[0].block_ids == (5, 6)
     assert planner.step([("r", 64)], lambda _: [11, 12, 13, 14]).stages == ()
     last = planner.step([("r", 100)], lambda _: [11, 12, 13, 14])
@@ -66,7 +66,7 @@ def test_a_preempted_prefill_stages_the_rest_from_its_new_blocks() -> None:
 def test_decode_loads_what_its_prefix_cache_lacks(num_tokens: int) -> None:
     for cached_blocks in range(num_tokens // BLOCK + 1):
         planner = Planner(BLOCK)
-        planner.add("r", {"read": ["t", 8192, num_tokens]})
+        planner.add("r", {"read": ["t", 8192, num_tokens, 0, "blocks", None]})
         cached = cached_blocks * BLOCK
         matched = planner.matched_tokens("r", cached)
         assert matched == planner.matched_tokens("r", cached) == num_tokens - cached
@@ -84,7 +84,7 @@ def test_decode_loads_what_its_prefix_cache_lacks(num_tokens: int) -> None:
 
 def test_a_preempted_decode_recomputes_and_touches_the_inbox_no_more() -> None:
     planner = Planner(BLOCK)
-    planner.add("r", {"read": ["t", 0, 64]})
+    planner.add("r", {"read": ["t", 0, 64, 0, "blocks", None]})
     planner.allocated("r", [1, 2, 3], planner.matched_tokens("r", 0))
     assert planner.step([], lambda _: []).loads
     assert planner.matched_tokens("r", 0) == 0
@@ -95,7 +95,7 @@ def test_a_preempted_decode_recomputes_and_touches_the_inbox_no_more() -> None:
 
 def test_a_decode_aborted_before_it_ran_ends_its_entry() -> None:
     planner = Planner(BLOCK)
-    planner.add("r", {"read": ["t", 0, 64]})
+    planner.add("r", {"read": ["t", 0, 64, 0, "blocks", None]})
     planner.matched_tokens("r", 0)
     planner.finished("r")
     assert planner.step([], lambda _: []) == StepPlan(ended_reads=("t",))

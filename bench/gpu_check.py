@@ -1,0 +1,193 @@
+"""What of the KV path only a GPU can show, in under 8 minutes on one of them.
+
+    python -m bench.gpu_check [--json]
+
+Shapes of Llama-3.1-8B (32 layers, 8 KV heads, head dim 128, bfloat16, blocks of 16 tokens), prompts of 2,048 and 8,192 tokens in scattered
+blocks. Needs only torch, triton, grpcio, msgpack and numpy. Checks, each with its limit:
+
+    gather, scatter      one launch for all layers, in the forms blocks and tokens: at least 0.6 x the device's own copy, measured here
+    quantised            int8 and fp8 rows equal their reference in torch byte for byte, and come back as the reference's numbers
+    to the host          a gather into page-locked memory (what the network carriers send), against a plain copy to the host; no limit
+    cuda_ipc             a second process maps a device buffer of this one and reads it: every byte, and its bandwidth; no limit
+
+Exit status: 0 all limits hold; 1 one does not; 2 no CUDA device, and nothing was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+LAYERS, HEADS, DIM, BLOCK, BLOCKS = 32, 8, 128, 16, 4096
+LENGTHS = (2048, 8192)  # shorter ones take no longer than their launch
+LEAST_SHARE = 0.6
+REPEATS = 20
+NO_DEVICE = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: what, for how many tokens, GB/s of KV, its share of the device's copy bandwidth (0: has no limit), and whether it holds."""
+
+    what: str
+    tokens: int
+    gb_s: float
+    share: float
+    holds: bool
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing was measured", file=sys.stderr)
+        return NO_DEVICE
+    rows = [*copies(torch.device("cuda")), *quantised(torch.device("cuda")), ipc()]
+    if given.json:
+        print(json.dumps({"device": torch.cuda.get_device_name(), "rows": [asdict(row) for row in rows]}))
+    else:
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+        for row in rows:
+            share = f"{row.share:6.2f} x copy" if row.share else " " * 13
+            print(f"{row.what:24} {row.tokens:6} tokens  {row.gb_s:8.1f} GB/s  {share}  {'ok' if row.holds else 'FAILS'}")
+    return 0 if all(row.holds for row in rows) else 1
+
+
+def caches(device: Any, blocks: int = BLOCKS, layers: int = LAYERS) -> list[Any]:
+    """Per layer [blocks, heads, block, 2 x dim], each block's tokens outermost, as FlashAttention keeps them."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(1)
+    shape = (blocks, BLOCK, HEADS, 2 * DIM)
+    return [torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).transpose(1, 2) for _ in range(layers)]
+
+
+def scattered(tokens: int, blocks: int) -> list[int]:
+    """Block ids for so many tokens, no two neighbours."""
+    return [(7 * i + 3) % blocks for i in range(-(-tokens // BLOCK))]
+
+
+def copies(device: Any) -> list[Row]:
+    import torch
+
+    from disagg.kv.tensors.kernels import gather_blocks, scatter_blocks
+    from disagg.kv.tensors.token_copy import HeadRange, Slots, gather_tokens, scatter_tokens
+
+    layers = caches(device)
+    words = [layer.transpose(1, 2).view(BLOCKS, -1).view(torch.int64) for layer in layers]
+    rows = []
+    for tokens in LENGTHS:
+        ids = scattered(tokens, BLOCKS)
+        index, slots = torch.tensor(ids, device=device), Slots.of(ids, BLOCK, tokens, device)
+        entry = torch.empty((len(ids), LAYERS, words[0].shape[1]), dtype=torch.int64, device=device)
+        by_token = torch.empty((tokens, LAYERS, 2 * HEADS * DIM * 2), dtype=torch.uint8, device=device)
+        twin, num_bytes, whole = torch.empty_like(by_token), by_token.numel(), HeadRange(0, 0, HEADS, HEADS)
+        limit = num_bytes / seconds(lambda a=twin, b=by_token: a.copy_(b)) / 1e9
+        cases: dict[str, Callable[[], Any]] = {
+            "gather blocks": lambda i=index, e=entry: gather_blocks(words, i, e),
+            "scatter blocks": lambda i=index, e=entry: scatter_blocks(words, i, e),
+            "gather tokens": lambda s=slots, e=by_token: gather_tokens(layers, s, e, "bfloat16"),
+            "scatter tokens": lambda s=slots, e=by_token, h=whole: scatter_tokens(e, layers, s, h, "bfloat16"),
+        }
+        for what, run in cases.items():
+            gb_s = num_bytes / seconds(run) / 1e9
+            rows.append(Row(what, tokens, gb_s, gb_s / limit, gb_s >= LEAST_SHARE * limit))
+        pinned = torch.empty(by_token.shape, dtype=torch.uint8, pin_memory=True)
+        plain = num_bytes / seconds(lambda p=pinned, e=by_token: p.copy_(e, non_blocking=True)) / 1e9
+        gb_s = num_bytes / seconds(lambda p=pinned, s=slots: gather_tokens(layers, s, p, "bfloat16")) / 1e9
+        rows += [Row("copy to the host", tokens, plain, 0.0, True), Row("gather to the host", tokens, gb_s, 0.0, True)]
+        rows.append(Row("gather tokens, exact", tokens, 0.0, 0.0, torch.equal(by_token, reference(layers, slots, "bfloat16"))))
+    return rows
+
+
+def quantised(device: Any) -> list[Row]:
+    """Rows of one-byte numbers: equal to the reference on the CPU, and their speed."""
+    import torch
+
+    from disagg.kv.tensors.token_copy import HeadRange, Slots, gather_tokens, scatter_tokens
+
+    tokens, layers = 2048, caches(device, 256)
+    slots = Slots.of(scattered(tokens, 256), BLOCK, tokens, device)
+    rows = []
+    for dtype in ("int8", "fp8"):
+        entry = torch.empty((tokens, LAYERS, 2 * HEADS * (DIM + 2)), dtype=torch.uint8, device=device)
+        taken_s = seconds(lambda e=entry, d=dtype: gather_tokens(layers, slots, e, d))
+        is_equal = torch.equal(entry, reference(layers, slots, dtype))
+        rows.append(Row(f"quantise {dtype}", tokens, 2 * entry.numel() / taken_s / 1e9, 0.0, is_equal))
+        into, right = caches(device, 256), [layer.cpu() for layer in layers]
+        whole = HeadRange(0, 0, HEADS, HEADS)
+        scatter_tokens(entry, into, slots, whole, dtype)
+        host = Slots(slots.blocks.cpu(), slots.slots.cpu())
+        scatter_tokens(entry.cpu(), right, host, whole, dtype)
+        is_equal = all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(into, right, strict=True))
+        rows.append(Row(f"dequantise {dtype}", tokens, 0.0, 0.0, is_equal))
+    return rows
+
+
+def reference(layers: list[Any], slots: Any, dtype: str) -> Any:
+    """What torch makes of the same tokens on the CPU, on the device of `layers`."""
+    import torch
+
+    from disagg.kv.tensors.quantise import LIMIT
+    from disagg.kv.tensors.token_copy import Slots, gather_tokens
+
+    row_bytes = 2 * HEADS * (DIM + 2 if dtype in LIMIT else 2 * DIM)
+    out = torch.empty((len(slots), len(layers), row_bytes), dtype=torch.uint8)
+    gather_tokens([layer.cpu() for layer in layers], Slots(slots.blocks.cpu(), slots.slots.cpu()), out, dtype)
+    return out.to(layers[0].device)
+
+
+def ipc() -> Row:
+    """A second process maps a buffer of this one by its CUDA IPC handle, copies it, and says what it read."""
+    import torch
+    import torch.multiprocessing as mp
+
+    words = (256 << 20) // 8
+    ours = torch.arange(words, dtype=torch.int64, device="cuda")
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    child = context.Process(target=_read_peer, args=(ours, results))
+    child.start()
+    child.join(120)
+    if child.exitcode != 0:
+        child.kill()
+        return Row("cuda_ipc", 0, 0.0, 0.0, False)
+    total, gb_s = results.get()
+    return Row("cuda_ipc, 256 MiB", 0, gb_s, 0.0, total == words * (words - 1) // 2)
+
+
+def _read_peer(theirs: Any, results: Any) -> None:
+    import torch
+
+    mine = torch.empty_like(theirs)
+    gb_s = theirs.numel() * 8 / seconds(lambda: mine.copy_(theirs)) / 1e9
+    results.put((int(mine.sum()), gb_s))
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """The median time of one run on the device, after a few to warm up."""
+    import torch
+
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
