@@ -248,8 +248,8 @@ class Transfer:
     `transfer_id` is random (128 bit, hex): peers meet on it, never on an engine's request id. `attempt` counts the request's
     routes from 0. `source` names the outbox. `num_tokens` is the number of context tokens whose KV is staged.
     `token_hash` is `hash_tokens(context token ids)`; a reader refuses KV of other tokens. `form` is how the KV lies in the boxes and on the
-    wire, as the two layouts agreed (kv/form.py). The reader has the first `first_token` tokens already: only the others move. `traceparent`: as in the
-    request.
+    wire, as the two layouts agreed (kv/form.py). The reader has the first `first_token` tokens already: only the others move.
+    `traceparent`: as in the request.
     """
 
     transfer_id: str
