@@ -3,7 +3,7 @@
 A run is named by carrier, seed and number, and can be repeated alone. Its fault sits at one of three places:
 
     frame   between carrier and inbox, at a message boundary (tests/faulty_carrier.py)
-    wire    in the bytes between the two ports (tests/faulty_wire.py); not for `loopback`, which has none
+    wire    in the bytes between the two ports (tests/faulty_wire.py); not for `loopback`, which has none, and `cuda_ipc`
     kill    a worker ends at a message boundary, or its process gets SIGKILL
 
 `python -m bench.faults` runs them by the hundred; tests/flow/test_faults.py some of them.
@@ -33,8 +33,10 @@ from disagg.types import Request, Role, Transfer, new_id
 from tests.builders import Answer, Cluster, cluster
 from tests.faulty_carrier import FAULTS, OPENED, FaultyCarrier
 from tests.faulty_wire import WIRE_FAULTS, FaultyWire, Harm
+from tests.kv_rig import FakeCudaIpcCarrier
 
 Place = Literal["frame", "wire", "kill"]
+_BETWEEN_OBJECTS: dict[str, Callable[[], Carrier]] = {"loopback": LoopbackCarrier, "cuda_ipc": FakeCudaIpcCarrier}  # no other processes
 KILLS = ("prefill worker", "decode worker", "prefill process", "decode process")
 
 CHUNK_TOKENS = 512  # a prefill step, and so a frame
@@ -85,7 +87,7 @@ class Summary:
 def scene_of(carrier: str, seed: int, number: int) -> Scene:
     """The `number`-th scene of a seed. Places and faults come in turn; everything else is drawn."""
     kinds = [("frame", fault) for fault in FAULTS] + [("kill", fault) for fault in KILLS[:2]]
-    if carrier != "loopback":
+    if carrier not in _BETWEEN_OBJECTS:
         kinds += [("wire", fault) for fault in WIRE_FAULTS]
         if number % 4 == 0:  # a process takes a second to start
             kinds += [("kill", fault) for fault in KILLS[2:]]
@@ -125,7 +127,7 @@ class Injector(FaultyCarrier):
 
     async def serve(self, outbox: Outbox) -> str:
         endpoint = await super().serve(outbox)
-        if self.name == "loopback":
+        if self.name in _BETWEEN_OBJECTS:
             return endpoint
         self.wires.append(FaultyWire(endpoint))
         return self.wires[-1].endpoint
@@ -306,9 +308,9 @@ async def fault_runs(carrier: str, seed: int) -> AsyncIterator[FaultRuns]:
     summary = Summary(carrier, seed)
 
     def wrap(inner: Carrier) -> Carrier:
-        return Injector(LoopbackCarrier() if carrier == "loopback" else inner)
+        return Injector(_BETWEEN_OBJECTS[carrier]() if carrier in _BETWEEN_OBJECTS else inner)
 
-    shape = {"prefill": 2, "decode": 2, "carrier": "auto" if carrier == "loopback" else carrier, "kv": {"lease_s": 2.0}}
+    shape = {"prefill": 2, "decode": 2, "carrier": "auto" if carrier in _BETWEEN_OBJECTS else carrier, "kv": {"lease_s": 2.0}}
     engine = {"speed": 200, "max_num_batched_tokens": CHUNK_TOKENS, "kv_cache_tokens": 1 << 15}
     async with cluster(wrap_carrier=wrap, box_bytes=1 << 20, **shape, **engine) as c:
         await c.ask_right(c.request())  # what the process opens once: gRPC's own descriptors
