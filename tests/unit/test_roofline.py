@@ -173,3 +173,12 @@ def test_more_devices_than_kv_heads_replicate_them() -> None:
 def test_a_degree_that_does_not_divide_the_heads_is_refused(tp: int) -> None:
     with pytest.raises(ConfigError, match=r"tp: .*\[1, 2, 4, 8, 16, 32, 64\]"):
         placement_memory(find_shape("llama-3.1-70b"), find_device("h100"), tp=tp)
+
+
+def test_a_cpu_core_is_as_quick_as_it_was_measured() -> None:
+    """One quiet core with AMX; a decoding request costs as much as any other token, which no batch gets for nothing."""
+    model = step_model("smollm2-135m", "cpu", tp=1)
+    for tokens, seconds in ((512, 0.36), (2048, 2.1), (3000, 3.6)):
+        assert model.prefill_s(tokens) == pytest.approx(seconds, rel=0.08)
+    for batch, seconds in ((1, 19e-3), (4, 22e-3), (8, 26e-3), (16, 33e-3)):
+        assert model.decode_step_s(batch, 64 * batch) == pytest.approx(seconds, rel=0.08)
