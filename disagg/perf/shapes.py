@@ -227,7 +227,8 @@ def find_shape(name: str) -> ModelShape:
 
     Raises ConfigError naming the nearest known one.
     """
-    plain = name.lower().rsplit("/", 1)[-1].removeprefix("meta-")
+    plain = name.lower().rsplit("/", 1)[-1].replace("_", "-").removeprefix("meta-")
+    plain = re.sub(r"^llama-?(?=\d)", "llama-", plain)
     while (shorter := _SUFFIXES.sub("", plain)) != plain:
         plain = shorter
     plain = _ALIASES.get(plain, plain)
