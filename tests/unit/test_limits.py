@@ -103,6 +103,20 @@ def test_other_architectures_are_read_from_their_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("LLAMA3.1_70B", "llama-3.1-70b"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("RedHatAI/Meta-Llama-3.1-70B-Instruct-FP8-dynamic", "llama-3.1-70b"),
+        ("deepseek-ai/DeepSeek-R1-0528", "deepseek-v3"),
+    ],
+)
+def test_models_are_found_by_the_names_that_hubs_and_tables_use(spelling: str, name: str) -> None:
+    assert find_shape(spelling).name == name
+
+
+@pytest.mark.parametrize(
     ("quantization", "dtype"),
     [
         (None, "bf16"),
