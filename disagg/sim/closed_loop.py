@@ -51,7 +51,7 @@ class _Client:
         end_s, gaps = self.load.heard_s, self.output_tokens - 1
         tpot_s = (end_s - self.first_s) / gaps if gaps else None
         self.load.served.append(Served(self.sent_s, self.first_s - self.sent_s, tpot_s, end_s))
-        self.then()
+        self.load.agenda.at(end_s, self.then)
 
 
 class _Load:

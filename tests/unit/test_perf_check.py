@@ -1,0 +1,84 @@
+"""Clients of one engine, and the check of predictions against tables: what it must find, and what it must not hide."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import perf_check
+from disagg.config import SimulatedSettings
+from disagg.sim.closed_loop import Served, closed_loop, open_loop
+
+SETTINGS = SimulatedSettings(shape="llama-3.1-8b", gpu="h100", tp=1)
+ROW = {
+    "system": "h100_sxm", "model_path": "meta-llama/Llama-3.1-8B", "precision": "fp8", "isl": "256", "osl": "32", "concurrency": "4.0",
+    "tp_size": "1.0", "pp_size": "1.0",
+}  # fmt: skip
+
+
+def in_flight(served: list[Served], at_s: float) -> int:
+    return sum(s.sent_s <= at_s < s.end_s for s in served)
+
+
+def test_each_client_has_one_request_under_way_until_none_is_left() -> None:
+    served = closed_loop(SETTINGS, 200, 50, 8, 80, spread=0.3, overhead_s=0.01)
+    assert len(served) == 80
+    last_sent_s = max(s.sent_s for s in served)
+    assert {in_flight(served, s.sent_s + 1e-9) for s in served if s.sent_s < last_sent_s} == {8}
+    # Little: clients = rate x mean time in the system, while all of them are at work.
+    full = [s for s in served if s.end_s <= last_sent_s]
+    rate = len(full) / last_sent_s
+    assert rate * statistics.mean(s.end_s - s.sent_s for s in full) == pytest.approx(8, rel=0.1)
+
+
+def test_requests_come_at_their_instants_and_wait_their_turn() -> None:
+    alone, late = open_loop(SETTINGS, [(0.0, 1000, 2), (100.0, 1000, 1)])
+    assert late.tpot_s is None
+    assert late.ttft_s == pytest.approx(alone.ttft_s)
+    # One scheduler step of 2,048 tokens holds one such prompt: the second waits for the first.
+    first, second = open_loop(SETTINGS, [(0.0, 2000, 1), (0.0, 2000, 1)])
+    assert second.ttft_s > 1.8 * first.ttft_s
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(rows[0]))
+        table.writeheader()
+        table.writerows(rows)
+
+
+def check(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], str]:
+    monkeypatch.setattr("sys.argv", ["perf_check", "--tables", str(folder), "--json"])
+    code = perf_check.main()
+    out, err = capsys.readouterr()
+    return code, json.loads(out), err
+
+
+def test_right_tables_hold_and_wrong_ones_are_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = perf_check.simulate_closed(ROW)
+    ttft_ms = 1e3 * statistics.mean(s.ttft_s for s in served)
+    tpot_ms = 1e3 * statistics.mean(s.tpot_s for s in served if s.tpot_s is not None)
+    good = {**ROW, "silicon_ttft_ms": ttft_ms, "silicon_tpot_ms": tpot_ms}
+    write(tmp_path / "measured_good.csv", [good, {**good, "pp_size": "2"}, {**good, "model_path": "nobody/knows"}])
+    code, found, err = check(tmp_path, monkeypatch, capsys)
+    assert code == 0
+    assert [v["rows"] for v in found["verdicts"]] == [1, 1]
+    assert all(abs(v["median_error"]) < 1e-6 for v in found["verdicts"])
+    assert err.count("left out") == 2
+    write(tmp_path / "measured_good.csv", [{**good, "silicon_tpot_ms": 1.2 * tpot_ms}])
+    code, found, _ = check(tmp_path, monkeypatch, capsys)
+    assert code == 1
+    assert [v["holds"] for v in found["verdicts"]] == [True, False]
+
+
+def test_a_folder_without_tables_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["perf_check", "--tables", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        perf_check.main()
