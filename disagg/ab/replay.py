@@ -46,7 +46,7 @@ def load_recording(path: Path, arm: str | None = None) -> Recording:
     """
     rows = read_rows(path)
     if not rows:
-        raise ConfigError(f"{path}: it has no request", key=str(path), expected="a requests.jsonl with at least one row")
+        raise ConfigError(f"{path}: it has no request; at least one row is needed", key=str(path), expected="a row")
     names = list(dict.fromkeys(r.arm for r in rows))
     chosen = names[0] if arm is None else arm
     if chosen not in names:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -25,6 +26,7 @@ from disagg.ab.report.pick import same_requests
 from disagg.ab.result import PointReport, Result, RoundReport, SetupReport, arm_figures, classes_of, priced, read_result
 from disagg.ab.rows import Row, RowFile, read_rows
 from disagg.cli import app
+from disagg.cli_ab_report import print_report
 from disagg.config import SloClass
 from tests.synthetic_rows import Machine, served
 
@@ -104,7 +106,6 @@ class Page(HTMLParser):
 
 
 def test_the_page_is_one_file_with_the_verdict_first_and_an_alternative_for_every_plot(folder: Path):
-    pytest.importorskip("matplotlib")
     ran = CliRunner().invoke(app, ["ab", "report", str(folder), "--price-per-gpu-hour", "0.04"])
     assert ran.exit_code == 0, ran.output
     text = (folder / "report.html").read_text()
@@ -272,3 +273,12 @@ def test_a_recording_without_its_workload_keeps_lengths_and_times(folder: Path, 
         (r.due_s, r.input_tokens, r.max_output_tokens, r.index) for r in rows
     ]
     assert classes_of(read_result(folder / "result.json")) == CLASSES
+
+
+def test_without_matplotlib_the_result_stands_and_the_way_to_get_plots_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    ran = CliRunner().invoke(app, ["ab", "report", str(folder)])
+    assert ran.exit_code == 2
+    assert "pip install 'disagg[bench]'" in ran.output
+    print_report(folder)
+    assert read_result(folder / "result.json").arms
