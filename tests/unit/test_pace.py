@@ -1,0 +1,76 @@
+"""Tokens are coalesced under pressure and never delayed when idle; what a client waits for never waits."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from disagg.pb import worker_pb2 as pb
+from disagg.serving import pace
+from disagg.serving.spans import WorkerSpans
+from disagg.serving.worker_rpc_attachment import Attachment
+from disagg.types import Chunk, EngineState, Token
+
+LONG_S = 0.3
+
+
+def test_an_idle_process_rests_never_and_a_busy_one_in_proportion() -> None:
+    assert pace.rest_s(0.0) == pace.rest_s(0.9 * pace.FREE_S) == 0.0
+    assert pace.rest_s(pace.FREE_S) == pytest.approx(pace.REST * pace.FREE_S)
+    assert pace.rest_s(10.0) == pace.LONGEST_REST_S
+
+
+class IdleWorker:
+    """As much of a worker as frames need."""
+
+    name = "w"
+
+    def state(self) -> EngineState:
+        return EngineState("e")
+
+    def renew(self, owner: str) -> None:
+        return None
+
+
+@pytest.fixture
+async def attachment(monkeypatch: pytest.MonkeyPatch) -> Attachment:
+    monkeypatch.setattr(pace, "LONGEST_REST_S", LONG_S)
+    worker: Any = IdleWorker()
+    attachment = Attachment("g", worker, 60.0, WorkerSpans(None, "w"))
+    attachment._add(1, Chunk((Token(1),)), is_urgent=True)
+    await attachment.next_frame()  # has the state, which is due no more
+    return attachment
+
+
+async def frame_of(attachment: Attachment) -> tuple[pb.StepFrame, float]:
+    began_s = time.monotonic()
+    frame = await attachment.next_frame()
+    return frame, time.monotonic() - began_s
+
+
+async def test_after_a_quick_write_tokens_leave_at_once(attachment: Attachment) -> None:
+    attachment.wrote(0.0001)
+    attachment._add(1, Chunk((Token(2),)), is_urgent=False)
+    frame, took_s = await frame_of(attachment)
+    assert list(frame.requests[0].token_ids) == [2]
+    assert took_s < LONG_S / 2
+
+
+async def test_after_a_slow_write_they_wait_and_join(attachment: Attachment) -> None:
+    attachment.wrote(10.0)
+    for token_id in (2, 3):
+        attachment._add(1, Chunk((Token(token_id),)), is_urgent=False)
+    frame, took_s = await frame_of(attachment)
+    assert list(frame.requests[0].token_ids) == [2, 3]
+    assert took_s > LONG_S / 2
+
+
+async def test_a_first_token_takes_the_others_along_at_once(attachment: Attachment) -> None:
+    attachment.wrote(10.0)
+    attachment._add(1, Chunk((Token(2),)), is_urgent=False)
+    attachment._add(2, Chunk((Token(9),)), is_urgent=True)
+    frame, took_s = await frame_of(attachment)
+    assert [list(step.token_ids) for step in frame.requests] == [[2], [9]]
+    assert took_s < LONG_S / 2
