@@ -216,7 +216,9 @@ async def measure(name: str, run: Awaitable[Figures], front_pid: int, requests: 
         ttft = statistics.mean(r["ttft_s"] for r in records)
         ours = 1e3 * ttft, 1e3 * statistics.mean(r["decode_s"] / (r["output_tokens"] - 1) for r in records)
     tokens = (requests + 1) * OUTPUT_TOKENS
-    return Row(name, completed, failed, ttft_ms, tpot_ms, ours and ours[0], ours and ours[1], 1e3 * spent_ms / tokens)
+    row = Row(name, completed, failed, ttft_ms, tpot_ms, ours and ours[0], ours and ours[1], 1e3 * spent_ms / tokens)
+    print(line(row), file=sys.stderr, flush=True)  # a run takes minutes
+    return row
 
 
 def log_lines(file: Path | None) -> list[str]:
@@ -305,5 +307,4 @@ if __name__ == "__main__":
         if given.json:
             print(json.dumps([{**asdict(row), "agrees": row.agrees} for row in rows], indent=2))
         else:
-            for row in rows:
-                print(line(row))
+            print("\n".join(map(line, rows)))
