@@ -82,10 +82,10 @@ class RemoteWorker:
                 frame = await attach.read()
             if frame is grpc.aio.EOF or not frame.HasField("hello"):
                 raise WorkerLostError(f"worker {name} at {target} did not say hello", worker=name)
-        except (TimeoutError, grpc.aio.AioRpcError) as error:
+        except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             attach.cancel()
             await self._channel.close()
-            cause = f"no hello within {timeout_s:g} s" if isinstance(error, TimeoutError) else error.details()
+            cause = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error) or f"no hello within {timeout_s:g} s"
             raise WorkerLostError(f"worker {name} at {target} cannot be reached: {cause}", worker=name) from error
         except BaseException:
             attach.cancel()
