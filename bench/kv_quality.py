@@ -1,6 +1,6 @@
 """What quantised frames (`kv.wire_dtype`) do to answers, on real engines: SmolLM2-135M, 200 prompts of English text.
 
-    python -m bench.kv_quality [--prompts 200] [--tokens 192] [--json]
+    python -m bench.kv_quality [--prompts 200] [--tokens 192] [--without-engine] [--json]
 
 Each prompt is prefilled once for each form and decoded on another engine from that form's KV; neither engine caches prefixes. Against the
 same prompt with bfloat16 frames:
@@ -9,6 +9,10 @@ top1            share of prompts whose likeliest token after the first one is th
 kl              mean and largest KL divergence (nats) of the distribution there, over the 100 likeliest tokens and all others as one
 same4           share of prompts whose first four decoded tokens are the same (greedy)
 bytes           payload of a transfer, as a share of bfloat16's
+
+`--without-engine`: the same model, prompts and quantisers in transformers, weights in float32 and KV rounded to bfloat16 first: whole
+distributions instead of the likeliest, one decoded token, and both ways of grouping scales, by token and head (form tokens) and by block of
+32 tokens and head (form blocks). It needs no vLLM and no quiet machine.
 
 `repeat` is bfloat16 once more: what the engines themselves vary by. The text is that of Python's own manual (pydoc_data.topics).
 """
@@ -34,14 +38,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--without-engine", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    rows = asyncio.run(measure(given.prompts, given.tokens))
+    rows = in_transformers(given.prompts, given.tokens) if given.without_engine else asyncio.run(measure(given.prompts, given.tokens))
     if given.json:
         print(json.dumps(rows))
         return
     for row in rows:
-        print("{form:8} top1 {top1:6.1%}  kl {kl:.2e} (max {kl_max:.2e})  same4 {same4:6.1%}  bytes {bytes:.3f}".format(**row))
+        print("  ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()))
 
 
 async def measure(num_prompts: int, num_tokens: int) -> list[dict[str, Any]]:
@@ -86,6 +91,56 @@ def compare(name: str, got: Sequence[list[Token]], want: Sequence[list[Token]], 
         "same4": statistics.mean([t.token_id for t in a] == [t.token_id for t in b] for a, b in pairs),
         "bytes": share,
     }
+
+
+def in_transformers(num_prompts: int, num_tokens: int) -> list[dict[str, Any]]:
+    """One row for each dtype and grouping of scales."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from disagg.models import get_model
+
+    model = AutoModelForCausalLM.from_pretrained(get_model("smollm2-135m"), torch_dtype=torch.float32)
+    found: dict[str, list[tuple[bool, float]]] = {f"{dtype} by {unit}": [] for dtype in ("int8", "fp8") for unit in ("token", "block")}
+    with torch.inference_mode():
+        for prompt in prompts(num_prompts, num_tokens):
+            first = model(torch.tensor([prompt]), use_cache=True)
+            token = first.logits[:, -1:].argmax(-1)
+            cached = [(layer.keys.bfloat16(), layer.values.bfloat16()) for layer in first.past_key_values.layers]
+            right = _next_logits(model, cached, token)
+            for name, row in found.items():
+                dtype, _, unit = name.partition(" by ")
+                other = _next_logits(model, [tuple(_round_trip(part, dtype, unit) for part in layer) for layer in cached], token)
+                kl = torch.nn.functional.kl_div(other, right, log_target=True, reduction="sum")
+                row.append((bool(other.argmax() == right.argmax()), float(kl)))
+    return [
+        {"form": name, "prompts": len(row), "top1": statistics.mean(same for same, _ in row), "kl": statistics.mean(kl for _, kl in row)}
+        | {"kl_median": statistics.median(kl for _, kl in row), "kl_max": max(kl for _, kl in row)}
+        for name, row in found.items()
+    ]
+
+
+def _next_logits(model: Any, cached: Sequence[Any], token: Any) -> Any:
+    """Log-probabilities [vocabulary] of the token after `token`, on top of KV [1, heads, tokens, head_dim] of each layer."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    for index, (keys, values) in enumerate(cached):
+        cache.update(keys.float(), values.float(), index)
+    return model(token, past_key_values=cache, use_cache=True).logits[0, -1].log_softmax(-1)
+
+
+def _round_trip(numbers: Any, dtype: str, unit: str) -> Any:
+    """bfloat16 [1, heads, tokens, head_dim] after quantising and back."""
+    import torch
+
+    from disagg.kv.tensors.quantise import dequantise, quantise
+
+    if unit == "token":
+        return dequantise(*quantise(numbers, dtype), dtype, numbers.dtype)
+    whole = [part.flatten(2) for part in numbers.split(32, dim=2)]
+    back = [dequantise(*quantise(part, dtype), dtype, numbers.dtype) for part in whole]
+    return torch.cat([part.unflatten(2, (-1, numbers.shape[3])) for part in back], 2)
 
 
 def divergence(right: Token, other: Token) -> float:
