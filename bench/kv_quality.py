@@ -104,7 +104,7 @@ def in_transformers(num_prompts: int, num_tokens: int) -> list[dict[str, Any]]:
     found: dict[str, list[tuple[bool, float]]] = {f"{dtype} by {unit}": [] for dtype in ("int8", "fp8") for unit in ("token", "block")}
     with torch.inference_mode():
         for prompt in prompts(num_prompts, num_tokens):
-            first = model(torch.tensor([prompt]), use_cache=True)
+            first = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
             token = first.logits[:, -1:].argmax(-1)
             cached = [(layer.keys.bfloat16(), layer.values.bfloat16()) for layer in first.past_key_values.layers]
             right = _next_logits(model, cached, token)
