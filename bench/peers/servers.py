@@ -1,0 +1,145 @@
+"""Other people's serving, on the cores of our topology: stock vLLM servers and what stands in front of them."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from disagg.config import Topology
+from disagg.models.resolve import resolve_model
+from disagg.types import Mode, Role
+
+START_TIMEOUT_S = 240.0
+NIXL = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A process that serves HTTP. `core`: what it is bound to, None for none."""
+
+    name: str
+    command: Sequence[str]
+    port: int
+    health: str
+    core: int | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def colocated(topology: Topology, base_dir: Path, router: Path) -> list[Server]:
+    """Stock `vllm serve` per worker, with the colocated pool's engine arguments, behind vllm-router (least loaded first)."""
+    workers = [_vllm(topology, base_dir, Role.COLOCATED, i, core, {}) for i, core in enumerate(_cores(topology))]
+    return [*workers, _router(router, ["--worker-urls", *(w.url for w in workers), "--policy", "power_of_two"])]
+
+
+def nixl(topology: Topology, base_dir: Path, router: Path, packages: Path) -> list[Server]:
+    """vLLM's own disaggregation: one prefill and one decode server, NixlConnector (UCX over TCP), vllm-router in front.
+
+    `packages`: a folder with the nixl wheels, for the servers' PYTHONPATH.
+    """
+    extra = {"PYTHONPATH": str(packages), "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+    servers = []
+    for i, (role, core) in enumerate(zip((Role.PREFILL, Role.DECODE), _cores(topology), strict=False)):
+        side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        servers.append(_vllm(topology, base_dir, role, i, core, {**extra, **side}, "--kv-transfer-config", NIXL))
+    prefill, decode = servers
+    pd = ["--vllm-pd-disaggregation", "--prefill", prefill.url, "--decode", decode.url, "--kv-connector", "nixl"]
+    return [*servers, _router(router, pd)]
+
+
+def _cores(topology: Topology) -> list[int]:
+    """One core per worker, from the first that this process may use: where our workers are bound, too."""
+    count = topology.with_mode(Mode.COLOCATED).active_pools()[Role.COLOCATED].count
+    return sorted(os.sched_getaffinity(0))[:count]
+
+
+def _vllm(topology: Topology, base_dir: Path, role: Role, number: int, core: int, env: dict[str, str], *more: str) -> Server:
+    mode = Mode.COLOCATED if role is Role.COLOCATED else Mode.DISAGG
+    own = topology.with_mode(mode)
+    arguments: dict[str, Any] = {"gpu_memory_utilization": 0.2, **own.engine_args(role)}
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(resolve_model(topology.model, base_dir))]
+    command += ["--served-model-name", topology.model, "--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        command += ([f"--{flag}"] if value else [f"--no-{flag}"]) if isinstance(value, bool) else [f"--{flag}", str(value)]
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": str(core), "OMP_NUM_THREADS": "1"}
+    return Server(f"vllm-{role}-{number}", [*command, *more], port, "/health", core, {**own.engine_env(role), **bound, **env})
+
+
+def _router(program: Path, arguments: Sequence[str]) -> Server:
+    port = free_port()
+    command = [str(program), "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()), *arguments]
+    return Server("router", [*command, "--worker-startup-timeout-secs", str(int(START_TIMEOUT_S))], port, "/health")
+
+
+@contextlib.contextmanager
+def running(servers: Sequence[Server], logs: Path) -> Iterator[str]:
+    """Start them, the last one in front; yields its URL once all answer. Whatever happens, their process groups are ended."""
+    logs.mkdir(parents=True, exist_ok=True)
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        started.extend(_start(server, logs) for server in servers[:-1])  # one by one, so that a failure leaves what to end
+        for server, process in zip(servers[:-1], started, strict=True):
+            _wait(server, process, logs)
+        started.append(_start(servers[-1], logs))
+        _wait(servers[-1], started[-1], logs)
+        yield servers[-1].url
+    finally:
+        for process in reversed(started):
+            _end(process)
+
+
+def _start(server: Server, logs: Path) -> subprocess.Popen[bytes]:
+    bind = ["taskset", "-c", str(server.core)] if server.core is not None else []
+    environment = {k: v for k, v in os.environ.items() if k.lower() not in ("http_proxy", "https_proxy", "all_proxy")}
+    with (logs / f"{server.name}.log").open("wb") as log:
+        return subprocess.Popen(
+            [*bind, *server.command], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment | server.env, start_new_session=True
+        )
+
+
+def _wait(server: Server, process: subprocess.Popen[bytes], logs: Path) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            break
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+            connection.request("GET", server.health)
+            if connection.getresponse().status == 200:
+                return
+        time.sleep(0.5)
+    tail = (logs / f"{server.name}.log").read_text(errors="replace")[-1500:]
+    raise RuntimeError(f"{server.name} did not come up; the end of its log:\n{tail}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask the process group to end, then make it; a group of ours only, since each server began one."""
+    for number, patience_s in ((signal.SIGTERM, 15), (signal.SIGKILL, 10)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
