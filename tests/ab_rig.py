@@ -156,7 +156,7 @@ def rows_so_far(path: Path) -> list[Row]:
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
-    for _ in range(1000):
+    for _ in range(3000):
         if holds():
             return
         await asyncio.sleep(0.02)
