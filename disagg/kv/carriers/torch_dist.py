@@ -202,7 +202,7 @@ class TorchDistCarrier:
             control.close()
             raise
         pair = _Pair(group, control, self._groups)
-        group = None
+        del group  # its connections close with the last reference
 
         async def watch() -> None:
             with contextlib.suppress(OSError, EOFError, TransferCorruptError):
@@ -280,7 +280,6 @@ class _Source:
         self._groups = groups
         self._heartbeat_s = heartbeat_s
         self._pulls: dict[str, _Pulled] = {}
-        self._ids: dict[Connection, str] = {}  # said in Via, for the next pull on the connection
 
     async def serve(self, connection: Connection, request: Header) -> None:
         """One request of a connection, to its end."""
@@ -288,14 +287,10 @@ class _Source:
             case Join():
                 await self._serve_pair(connection, request)
             case Via():
-                self._ids[connection] = request.pull_id
-                try:
-                    header = await connection.receive()
-                    if not isinstance(header, Pull):
-                        raise TransferCorruptError(f"unexpected {type(header).__name__} after Via")
-                    await self._serve_pull(connection, request.pull_id, header)
-                finally:
-                    self._ids.pop(connection, None)
+                header = await connection.receive()
+                if not isinstance(header, Pull):
+                    raise TransferCorruptError(f"unexpected {type(header).__name__} after Via")
+                await self._serve_pull(connection, request.pull_id, header)
             case _:
                 raise TransferCorruptError(f"unexpected {type(request).__name__}")
 
