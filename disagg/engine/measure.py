@@ -26,8 +26,8 @@ Say = Callable[[str], None]
 class Plan:
     """What is run. `prompts`: lengths. `decodes`: (batch, context). `mixed`: (batch, context, prompt beside it).
 
-    Mixed points run once, the others `repeats` times. A point whose prompts alone would take longer than `point_s` seconds, as fast as
-    prompts ran before, is left out.
+    Mixed points run once, the others `repeats` times. A point whose prompts alone would take longer than `point_s` seconds (a prompt
+    alone, or a mixed point, twice that), as fast as prompts ran before, is left out.
     """
 
     prompts: tuple[int, ...]
@@ -81,6 +81,9 @@ class Measurement:
     def _points(self, plan: Plan, *, with_mixed: bool) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
         """What to say, and what to do."""
         for length in plan.prompts:
+            rate = self._prompt_tokens_per_s()
+            if rate and length > 2 * plan.point_s * rate:
+                break
             yield f"a prompt of {length:,} tokens", partial(self._together, [(length, 1)])
         affordable = plan.point_s * self._prompt_tokens_per_s()
         for batch, context in plan.decodes:
@@ -90,6 +93,8 @@ class Measurement:
                     partial(self._together, [(context, DECODE_TOKENS)] * batch),
                 )
         for batch, context, prompt in plan.mixed if with_mixed else ():
+            if batch * context + prompt > 2 * affordable:
+                continue
             chats = [(context, 4 * DECODE_TOKENS)] * batch
             yield f"a prompt of {prompt:,} tokens beside {batch} that decode", partial(self._together, [*chats, (prompt, 1)])
 
