@@ -112,18 +112,23 @@ def run(trace: Trace, topology: Topology, factor: float, requests: int) -> SimRe
     return Simulation(topology, sent.requests, settings).run()
 
 
+def attainment_at(trace: Trace, topology: Topology, arm: str, factor: float, requests: int) -> float:
+    """Share of the requests inside their class at `factor` times the trace's rate, the first fifth not counted."""
+    began = time.process_time()
+    report = run(trace, topology, factor, requests)
+    counted = replace(report, outcomes=report.outcomes[int(len(report.outcomes) * WARM_UP) :])
+    share = counted.attainment(topology.slo_classes) or 0.0
+    waste = f"{report.num_preemptions} preemptions, " if report.num_preemptions else ""
+    print(f"    {arm} x{factor:.3f}: {share:.4f}  ({waste}{time.process_time() - began:.1f} s)", file=sys.stderr, flush=True)
+    return share
+
+
 def measure(trace: Trace, case: Case, arm: str, start: float, requests: int, tolerance: float, extra: dict[str, Any]) -> Goodput:
     """Goodput in rate factors of the trace."""
     topology = topology_of(arm, case.slo_class, extra, mean_context(trace, requests))
 
     def attainment(factor: float) -> float:
-        began = time.process_time()
-        report = run(trace, topology, factor, requests)
-        counted = replace(report, outcomes=report.outcomes[int(len(report.outcomes) * WARM_UP) :])
-        share = counted.attainment(topology.slo_classes) or 0.0
-        waste = f"{report.num_preemptions} preemptions, " if report.num_preemptions else ""
-        print(f"    {arm} x{factor:.3f}: {share:.4f}  ({waste}{time.process_time() - began:.1f} s)", file=sys.stderr, flush=True)
-        return share
+        return attainment_at(trace, topology, arm, factor, requests)
 
     return find_goodput(attainment, start=start, tolerance=tolerance)
 
@@ -135,13 +140,14 @@ def main() -> None:
     parser.add_argument("--arm", action="append", help="colocated-CHUNK, P:D, or adaptive-P:D/CHUNK; repeatable; default: all")
     parser.add_argument("--requests", type=int, default=6000, help="the first so many of each trace")
     parser.add_argument("--start", type=float, help="rate factor at which the search begins; default: the workload's")
+    parser.add_argument("--at", type=float, help="attainment at this one rate factor, instead of a search for the goodput")
     parser.add_argument("--tolerance", type=float, default=0.01)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of every arm's topology")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     extra = {key: json.loads(value) for key, _, value in (s.partition("=") for s in given.set)}
     static = [f"{p}:{WORKERS - p}" for p in range(1, WORKERS)]
-    arms = given.arm or [*(f"colocated-{c}" for c in CHUNKS), *static, "adaptive-4:4/512"]
+    arms = given.arm or [*(f"colocated-{c}" for c in CHUNKS), *static, "adaptive-4:4"]
     found: dict[str, dict[str, Any]] = {}
     for name in given.workload or list(CASES):
         case = CASES[name]
@@ -151,11 +157,16 @@ def main() -> None:
         found[name] = {}
         start = given.start or case.start
         for arm in arms:
+            if given.at is not None:
+                topology = topology_of(arm, case.slo_class, extra, mean_context(trace, given.requests))
+                found[name][arm] = {"factor": given.at, "attainment": attainment_at(trace, topology, arm, given.at, given.requests)}
+                continue
             goodput = measure(trace, case, arm, start, given.requests, given.tolerance, extra)
             start = goodput.rate or start
             found[name][arm] = {"goodput_rps": goodput.rate * rate, **asdict(goodput)}
             print(f"  {arm:16s} {goodput.rate * rate:8.2f} requests/s", flush=True)
-        _compare(found[name])
+        if given.at is None:
+            _compare(found[name])
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
 

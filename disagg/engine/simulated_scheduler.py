@@ -75,7 +75,6 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
-        self.coming = 0  # contexts that are on their way here from elsewhere, to decode
 
     @property
     def has_work(self) -> bool:
@@ -171,7 +170,7 @@ class Scheduler:
         """Tokens of the next step. Beside decodes prompts get fewer, so that a step stays as short as decodes want it."""
         if self.mixed_step_tokens == self.max_num_batched_tokens:
             return self.max_num_batched_tokens
-        decodes = self.coming + sum([s.num_tokens - s.num_computed == 1 and s.num_computed > 0 for s in self.running])
+        decodes = sum([s.num_tokens - s.num_computed == 1 and s.num_computed > 0 for s in self.running])
         return min(self.max_num_batched_tokens, max(self.mixed_step_tokens, decodes)) if decodes else self.max_num_batched_tokens
 
     @property

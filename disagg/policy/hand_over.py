@@ -20,8 +20,7 @@ class HandOver:
     def __init__(self) -> None:
         self.fixed_s = FIXED_S
         self.per_byte_s = 0.0
-        self._n, self._y = PRIOR_WEIGHT, PRIOR_WEIGHT * FIXED_S
-        self._x = self._xx = self._xy = 0.0
+        self._n = self._x = self._xx = self._xy = self._y = 0.0
 
     def seconds(self, num_bytes: float) -> float:
         """Expected of a transfer of `num_bytes`."""
@@ -36,6 +35,7 @@ class HandOver:
         self._xy = keep * self._xy + x * y
         self._y = keep * self._y + y
         spread = self._xx - self._x * self._x / self._n
-        slope = (self._xy - self._x * self._y / self._n) / spread if spread > 1e-3 * self._xx > 0 else 0.0
+        slope = (self._xy - self._x * self._y / self._n) / spread if spread > 1e-3 * self._xx > 0 else 0.0  # sizes all alike tell none
         self.per_byte_s = max(0.0, slope)
-        self.fixed_s = max(0.0, (self._y - self.per_byte_s * self._x) / self._n)
+        seen_s = self._y - self.per_byte_s * self._x
+        self.fixed_s = max(0.0, (PRIOR_WEIGHT * FIXED_S + seen_s) / (PRIOR_WEIGHT + self._n))

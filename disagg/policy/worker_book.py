@@ -160,7 +160,7 @@ class WorkerBook:
         since_s = max(0.0, now_s - self._learned_s)
         duty = self._duty * math.exp(-since_s / DUTY_S)
         most = limit = self.state.max_step_tokens or UNKNOWN_STEP_TOKENS
-        if (decodes or a.coming) and self.state.mixed_step_tokens:
+        if decodes and self.state.mixed_step_tokens:
             limit = min(limit, self.state.mixed_step_tokens)
         chunk = max(min(limit - self.pass_tokens, limit - decodes), limit // 4, 1)
         mixed_s = cost.prefill_s(chunk, 0, chunk, decodes, context)

@@ -64,7 +64,6 @@ class Attempt:
         self._is_over = False
         self._is_called = False  # the decode call has reached the decode worker
         self._is_whole = False  # so has all the KV
-        self._is_expected = False  # the decode engine knows that its KV is on its way
         self._outbox: Claim | None = None
         self._inbox: Claim | None = None
         self._flow: Flow | None = None
@@ -101,7 +100,6 @@ class Attempt:
                 self._gateway.left(worker)
         if self._flow is not None:
             self._links.close(self._flow)
-        self._no_longer_expected()
         for claim in (self._outbox, self._inbox):
             if claim is not None:
                 claim.give_back()
@@ -134,8 +132,6 @@ class Attempt:
         total = self.outcome.request.input_tokens * self._wire_bytes_per_token
         self._flow = Flow(self.source.name, self.sink.name, total, self._kv_whole)
         self._links.open(self._flow)
-        self._is_expected = True
-        self.sink.engine.scheduler.coming += 1
         self._stage()
 
     def _stage(self) -> None:
@@ -197,13 +193,7 @@ class Attempt:
             remaining=request.output_tokens - 1,
             prefix=self._prefix,
         )
-        self._no_longer_expected()
         self.sink.engine.submit(self._decode_leg)
-
-    def _no_longer_expected(self) -> None:
-        if self._is_expected:
-            self._is_expected = False
-            self.sink.engine.scheduler.coming -= 1
 
     # ---- at the gateway
 

@@ -44,6 +44,30 @@ def test_a_long_prompt_is_cut_into_chunks_and_decodes_go_first() -> None:
     assert step(scheduler) == {chat: 1, document: 1}
 
 
+def test_a_mixed_step_is_shorter_and_a_step_without_decodes_is_not() -> None:
+    scheduler = scheduler_of(mixed_step_tokens=9)
+    chat, document = Sequence(5), Sequence(70)
+    scheduler.add(document)
+    assert step(scheduler) == {document: 32}
+    scheduler.add(chat)
+    assert [step(scheduler) for _ in range(2)] == [{document: 32}, {document: 6, chat: 5}]
+    other = Sequence(20)
+    scheduler.add(other)
+    assert step(scheduler) == {document: 1, chat: 1, other: 7}
+    scheduler.remove(document)
+    scheduler.remove(chat)
+    assert step(scheduler) == {other: 13}  # nobody decodes any more
+
+
+def test_every_decode_gets_its_token_in_a_mixed_step() -> None:
+    scheduler = scheduler_of(mixed_step_tokens=2)
+    sequences = [Sequence(3) for _ in range(4)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    step(scheduler)
+    assert step(scheduler) == dict.fromkeys(sequences, 1)
+
+
 def test_a_ready_sequence_starts_at_its_last_token() -> None:
     scheduler = scheduler_of()
     sequence = Sequence(41, num_ready=40)
