@@ -7,8 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from disagg.ab.conclude import conclude
+from disagg.ab.conclude import conclude, curves
 from disagg.ab.goodput import goodput_interval, goodput_rps
+from disagg.ab.result import PointReport, arm_figures
 from disagg.ab.stats import Blocks, Pooled, difference, interval, of_rounds, t_quantile, time_blocks
 from disagg.ab.verdict import judge
 from disagg.config import SloClass
@@ -137,3 +138,14 @@ def test_an_arm_that_lost_its_requests_is_not_chosen_for_the_latencies_of_the_ot
     assert verdict.comparisons[0].measure == "completed"
     one_lost = [dataclasses.replace(r, outcome="failed") if i == 3 else r for i, r in enumerate(short("disagg", slow, 2))]
     assert judge(one_lost, kept, CLASSES).choose == "either"
+
+
+def test_an_arm_whose_requests_were_all_cancelled_has_no_curve_and_no_verdict():
+    rows = {name: [r for rate in (0.5, 1) for r in short(name, QUIET, 1, rate)] for name in ("disagg", "colocated")}
+    rows["disagg"] = [dataclasses.replace(r, outcome="cancelled") for r in rows["disagg"]]
+    assert conclude(rows, CLASSES)[0].choose == "either"
+    points = [
+        PointReport(rate_rps=rate, probe=False, rounds=[], arms={n: arm_figures(own, CLASSES, None) for n, own in rows.items()}, stopped="")
+        for rate in (0.5, 1)
+    ]
+    assert set(curves(rows, points, {}, CLASSES)) == {"colocated"}
