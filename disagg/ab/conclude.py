@@ -48,7 +48,7 @@ def curves(
     setups: Mapping[str, SetupReport],
     classes: Sequence[SloClass],
 ) -> dict[str, CurveReport]:
-    """Each arm's goodput, regions, knee and recommended concurrency, from two rates on. `points` ascending. An arm whose requests were all cancelled has none."""
+    """Each arm's goodput, regions, knee and recommended concurrency, from two rates on. `points` ascending."""
     if len(points) < 2:
         return {}
     return {name: _curve(own, points, setups.get(name), name, classes) for name, own in rows.items() if any(r.is_judged for r in own)}

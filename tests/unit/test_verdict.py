@@ -140,10 +140,9 @@ def test_an_arm_that_lost_its_requests_is_not_chosen_for_the_latencies_of_the_ot
     assert judge(one_lost, kept, CLASSES).choose == "either"
 
 
-def test_an_arm_whose_requests_were_all_cancelled_has_no_curve_and_no_verdict():
+def test_an_arm_whose_requests_were_all_cancelled_has_no_curve():
     rows = {name: [r for rate in (0.5, 1) for r in short(name, QUIET, 1, rate)] for name in ("disagg", "colocated")}
     rows["disagg"] = [dataclasses.replace(r, outcome="cancelled") for r in rows["disagg"]]
-    assert conclude(rows, CLASSES)[0].choose == "either"
     points = [
         PointReport(rate_rps=rate, probe=False, rounds=[], arms={n: arm_figures(own, CLASSES, None) for n, own in rows.items()}, stopped="")
         for rate in (0.5, 1)
