@@ -142,7 +142,7 @@ def fresh_prompt(length: int) -> list[int]:
     return [draw.randrange(100, 49000) for _ in range(length)]
 
 
-@pytest.mark.parametrize("carrier", ["shm", "grpc"])
+@pytest.mark.parametrize("carrier", ["shm", "tcp"])
 async def test_cold_answers_equal_colocated_ones_to_the_last_digit(service: Service, carrier: str) -> None:
     with service.over(carrier):
         for length in LENGTHS:
@@ -162,7 +162,7 @@ async def test_the_first_token_does_not_wait_for_the_kv(service: Service) -> Non
     assert 1.8 <= slow[1] < plain[1] + 3.0
 
 
-@pytest.mark.parametrize(("carrier", "share"), [("shm", 0.05), ("grpc", 0.10)])
+@pytest.mark.parametrize(("carrier", "share"), [("shm", 0.05), ("tcp", 0.10)])
 async def test_the_transfer_of_a_long_prompt_is_hidden(service: Service, carrier: str, share: float, record_property: Any) -> None:
     """First to second token, less a plain decode step, against the prefill time. The best of three: the machine is shared."""
     shares = []

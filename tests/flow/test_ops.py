@@ -122,7 +122,7 @@ async def test_metrics_tell_of_the_kv_that_moved_and_of_what_went_wrong_with_it(
         source, sink = s.cluster.worker("prefill-0"), s.cluster.worker("decode-0")
         for _ in range(3):
             await s.client.generate([1, 2, 3], max_tokens=5)
-        host, _, port = (source.address.endpoint("grpc") or "").partition(":")
+        host, _, port = (source.address.endpoint("tcp") or "").partition(":")
         async with grpc.aio.insecure_channel(f"{host}:{port}") as channel:
             call = channel.stream_stream("/disagg.v1.Kv/Pull")()
             await call.write(b"not a pull")
