@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from disagg.config import Topology, parse_topology
 from disagg.errors import DisaggError, InvalidRequestError
 from disagg.front.gateway import Gateway
 from disagg.kv.carrier import Carrier, SlowCarrier
+from disagg.kv.carriers.grpc import GrpcCarrier
 from disagg.serving.start import start_worker
 from disagg.serving.worker_rpc_server import WorkerServer
 from disagg.types import Chunk, Request, Role, Sampling, Token, new_id
@@ -116,6 +117,8 @@ async def service(smollm2: Path) -> AsyncIterator[Service]:
     try:
         for which, role, cores in ((topology, Role.PREFILL, [0]), (topology, Role.DECODE, [1]), (colocated, Role.COLOCATED, [0])):
             servers.append(await start_worker(which, role, f"{role}-0", str(smollm2), cores=cores))
+        for server in servers[:2]:
+            await also_by_grpc(server)
         gateway = await Gateway.start(topology, str(smollm2))
         for role, server in zip((Role.PREFILL, Role.DECODE), servers[:2], strict=True):
             await gateway.pool.join(f"{role}-0", role, server.target)
@@ -125,6 +128,16 @@ async def service(smollm2: Path) -> AsyncIterator[Service]:
     finally:
         for server in servers:
             await server.close()
+
+
+async def also_by_grpc(server: WorkerServer) -> None:
+    """Serve and pull by gRPC, too: `auto` offers shm and tcp alone."""
+    worker = server.worker
+    carrier = GrpcCarrier("127.0.0.1", 0)
+    worker._carriers = [*worker._carriers, carrier]
+    worker.inbox._carriers = {**worker.inbox._carriers, carrier.name: carrier}
+    endpoint = await carrier.serve(worker.outbox)
+    worker._address = replace(worker.address, endpoints=(*worker.address.endpoints, (carrier.name, endpoint)))
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
@@ -142,7 +155,7 @@ def fresh_prompt(length: int) -> list[int]:
     return [draw.randrange(100, 49000) for _ in range(length)]
 
 
-@pytest.mark.parametrize("carrier", ["shm", "tcp"])
+@pytest.mark.parametrize("carrier", ["shm", "tcp", "grpc"])
 async def test_cold_answers_equal_colocated_ones_to_the_last_digit(service: Service, carrier: str) -> None:
     with service.over(carrier):
         for length in LENGTHS:
@@ -162,7 +175,7 @@ async def test_the_first_token_does_not_wait_for_the_kv(service: Service) -> Non
     assert 1.8 <= slow[1] < plain[1] + 3.0
 
 
-@pytest.mark.parametrize(("carrier", "share"), [("shm", 0.05), ("tcp", 0.10)])
+@pytest.mark.parametrize(("carrier", "share"), [("shm", 0.05), ("tcp", 0.10), ("grpc", 0.10)])
 async def test_the_transfer_of_a_long_prompt_is_hidden(service: Service, carrier: str, share: float, record_property: Any) -> None:
     """First to second token, less a plain decode step, against the prefill time. The best of three: the machine is shared."""
     shares = []
