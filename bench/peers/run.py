@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import signal
 import subprocess
 import sys
 import venv
@@ -45,6 +46,7 @@ def main() -> int:
     if "nixl" in given.peers:
         servers["nixl"] = nixl(topology, given.topology.parent, router, packages)
     folder = given.out / given.workload
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the servers are ended then, too
     with contextlib.ExitStack() as stack:
         urls = {name: stack.enter_context(running(own, folder / "logs" / name)) for name, own in servers.items()}
         arms = ",".join([given.arms, *(f"external-{name}={url}" for name, url in urls.items())])
