@@ -86,7 +86,15 @@ async def _all(
             with RunProgress(Console(file=io.StringIO())) as progress:
                 result = await run_ab(comparison, source, OutFolder(folder / str(seed)), progress)
             tpot = [result.arms[arm.name].tpot_s.p50 for arm in arms]
-            found.append({"seed": seed, "choose": result.verdict.choose, "tpot_p50_s": tpot, "not_a_result": result.not_a_result})
+            found.append(
+                {
+                    "seed": seed,
+                    "choose": result.verdict.choose,
+                    "reason": result.verdict.reason,
+                    "tpot_p50_s": tpot,
+                    "not_a_result": result.not_a_result,
+                }
+            )
             print(f"{arms[1].name}, seed {seed}: {result.verdict.choose}, TPOT p50 {tpot} s", file=sys.stderr, flush=True)
     finally:
         await source.close()

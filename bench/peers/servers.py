@@ -19,13 +19,13 @@ from disagg.config import Topology
 from disagg.models.resolve import resolve_model
 from disagg.types import Mode, Role
 
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 600.0  # stock vLLM compiles the model anew at each start on CPUs
 NIXL = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A process that serves HTTP. `core`: what it is bound to, None for none."""
+    """A process that serves HTTP. `core`: what it and its children are bound to once they are up, None for none."""
 
     name: str
     command: Sequence[str]
@@ -102,6 +102,8 @@ def running(servers: Sequence[Server], logs: Path) -> Iterator[str]:
         started.extend(_start(server, logs) for server in servers[:-1])  # one by one, so that a failure leaves what to end
         for server, process in zip(servers[:-1], started, strict=True):
             _wait(server, process, logs)
+        for server, process in zip(servers[:-1], started, strict=True):
+            _bind(process.pid, server.core)
         started.append(_start(servers[-1], logs))
         _wait(servers[-1], started[-1], logs)
         yield servers[-1].url
@@ -111,11 +113,10 @@ def running(servers: Sequence[Server], logs: Path) -> Iterator[str]:
 
 
 def _start(server: Server, logs: Path) -> subprocess.Popen[bytes]:
-    bind = ["taskset", "-c", str(server.core)] if server.core is not None else []
     environment = {k: v for k, v in os.environ.items() if k.lower() not in ("http_proxy", "https_proxy", "all_proxy")}
     with (logs / f"{server.name}.log").open("wb") as log:
         return subprocess.Popen(
-            [*bind, *server.command], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment | server.env, start_new_session=True
+            server.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment | server.env, start_new_session=True
         )
 
 
@@ -132,6 +133,15 @@ def _wait(server: Server, process: subprocess.Popen[bytes], logs: Path) -> None:
         time.sleep(0.5)
     tail = (logs / f"{server.name}.log").read_text(errors="replace")[-1500:]
     raise RuntimeError(f"{server.name} did not come up; the end of its log:\n{tail}")
+
+
+def _bind(group: int, core: int | None) -> None:
+    """Bind every thread of the process group: not before it is up, since compiling on one core beside a waiting parent takes minutes."""
+    for process in Path("/proc").glob("[0-9]*") if core is not None else ():
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(process.name)) == group:
+                for thread in (process / "task").iterdir():
+                    os.sched_setaffinity(int(thread.name), {core or 0})
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
