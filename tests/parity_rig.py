@@ -25,11 +25,12 @@ from disagg.front.gateway import Gateway
 from disagg.serving.start import start_worker
 from disagg.serving.worker_rpc_server import WorkerServer
 from disagg.types import Role
+from tests.machine import quick_dtype
 
 MODEL = "smollm2-135m"
 CHUNK_TOKENS = 128
 ENGINE_ARGS: dict[str, Any] = {
-    "dtype": "bfloat16",
+    "dtype": quick_dtype(),
     "max_model_len": 1024,
     "max_num_batched_tokens": CHUNK_TOKENS,
     "max_num_seqs": 8,

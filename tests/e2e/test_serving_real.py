@@ -31,6 +31,7 @@ from disagg.kv.carriers.grpc import GrpcCarrier
 from disagg.serving.start import start_worker
 from disagg.serving.worker_rpc_server import WorkerServer
 from disagg.types import Chunk, Request, Role, Sampling, Token, new_id
+from tests.machine import quick_dtype
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -41,7 +42,7 @@ RAW: dict[str, Any] = {
     "engine": {
         # Not by VLLM_CPU_KVCACHE_SPACE: an environment variable would stay in this process, for the engines of later tests.
         "args": {
-            "dtype": "bfloat16",
+            "dtype": quick_dtype(),
             "max_model_len": 4096,
             "max_num_batched_tokens": 512,
             "max_num_seqs": 32,
