@@ -18,7 +18,7 @@ STATE = EngineState(
     inbox_total_bytes=10**7, max_step_tokens=512, max_running_requests=64,
 )  # fmt: skip
 # 1 ms per prompt token above 32; a decode step is 20 ms, and 0.5 ms more for each request.
-COST = StepCost(base_s=20e-3, over_s=0.5e-3, token_s=0.5e-3, pair_s=0.0, context_s=1e-8, ridge_tokens=32)
+COST = StepCost(base_s=20e-3, over_s=0.5e-3, token_s=0.5e-3, pair_s=0.0, decode_s=0.5e-3, context_s=1e-8, ridge_tokens=32)
 CHAT = SloClass(name="chat", ttft_ms=1000, tpot_ms=100, if_missed="reject")
 BATCH = SloClass(name="batch", priority=-1)
 FREE = SloClass(name="free")

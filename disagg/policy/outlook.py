@@ -113,7 +113,7 @@ def _places(ask: Ask, w: WorkerBook, now_s: float) -> float:
     if ask.targets.tpot_s is None or not by_room:
         return by_room
     room_s = ask.targets.tpot_s * (1.0 - o.duty) - o.gap_s * (1.0 - o.duty)
-    each_s = o.cost.token_s + o.cost.context_s * (ask.context_tokens + 0.5 * ask.output_tokens)
+    each_s = o.cost.decode_s + o.cost.context_s * (ask.context_tokens + 0.5 * ask.output_tokens)
     if decodes >= o.cost.ridge_tokens:
         each_s += o.cost.over_s
     return min(by_room, max(0.0, room_s / each_s)) if each_s > 0 else by_room

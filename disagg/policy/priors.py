@@ -50,11 +50,8 @@ def _simulated(topology: Topology, role: Role) -> StepCost:
 
 
 def _profiled(profile: Profile) -> StepCost:
-    """A decode is taken for a token like any other; what it costs beyond a prompt's goes into the step, for a batch of four."""
-    steps = profile.steps
-    token_s = min(steps.prompt_token_s, steps.decode_s) if steps.ridge_tokens else steps.prompt_token_s
-    base_s = steps.base_s + 4 * max(0.0, steps.decode_s - token_s)
-    return StepCost(base_s, steps.over_s, token_s, steps.pair_s, steps.context_s, steps.ridge_tokens)
+    s = profile.steps
+    return StepCost(s.base_s, s.over_s, s.prompt_token_s, s.pair_s, s.decode_s, s.context_s, s.ridge_tokens)
 
 
 def _real(topology: Topology, role: Role, shape: ModelShape | None) -> StepCost:

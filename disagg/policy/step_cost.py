@@ -1,9 +1,11 @@
 """What an engine step costs, in a form that can be fitted: linear in what the step does. Pure.
 
-    seconds = base + over x max(0, tokens - ridge) + token x tokens + pair x pairs + context x context tokens
+    seconds = base + over x max(0, tokens - ridge) + token x prompt tokens + pair x pairs + decode x decodes + context x context tokens
 
 `tokens` are all tokens computed in the step, of prompts and decodes. Up to `ridge` tokens the step is bound by reading the weights, and a
-token is nearly free; above it each costs arithmetic (`over_s`). `pairs`: (query, key) pairs of prompt attention. Coefficients are >= 0.
+token is nearly free; above it each costs arithmetic (`over_s`). `pairs`: (query, key) pairs of prompt attention. A decoding request costs
+more than a prompt's token: it is a sequence of its own, whose next token is projected and sampled. Coefficients are >= 0. It is the form of
+a measured worker, too (perf/profile.py).
 """
 
 from __future__ import annotations
@@ -21,17 +23,18 @@ class StepCost:
     over_s: float
     token_s: float
     pair_s: float
+    decode_s: float
     context_s: float
     ridge_tokens: float = 0.0
 
     def step_s(self, prefill_tokens: float, pairs: float, decodes: float, context_tokens: float) -> float:
         """Seconds of one step."""
-        tokens = prefill_tokens + decodes
         return (
             self.base_s
-            + self.over_s * max(0.0, tokens - self.ridge_tokens)
-            + self.token_s * tokens
+            + self.over_s * max(0.0, prefill_tokens + decodes - self.ridge_tokens)
+            + self.token_s * prefill_tokens
             + self.pair_s * pairs
+            + self.decode_s * decodes
             + self.context_s * context_tokens
         )
 
@@ -45,7 +48,7 @@ class StepCost:
         if rest:
             over += max(0.0, rest + decodes - self.ridge_tokens)
         return (
-            steps * (self.base_s + self.token_s * decodes + self.context_s * context_tokens)
+            steps * (self.base_s + self.decode_s * decodes + self.context_s * context_tokens)
             + self.over_s * over
             + self.token_s * tokens
             + self.pair_s * tokens * (cached + (tokens + 1) / 2)
@@ -59,6 +62,7 @@ class StepCost:
             keep * self.over_s + share * other.over_s,
             keep * self.token_s + share * other.token_s,
             keep * self.pair_s + share * other.pair_s,
+            keep * self.decode_s + share * other.decode_s,
             keep * self.context_s + share * other.context_s,
             self.ridge_tokens,
         )
@@ -70,35 +74,40 @@ class StepCost:
             self.over_s * factor,
             self.token_s * factor,
             self.pair_s * factor,
+            self.decode_s * factor,
             self.context_s * factor,
             self.ridge_tokens,
         )
 
 
 # Nobody said what the device is: 20 ms steps and 1,000 prompt tokens/s, near one CPU core with a small model. Corrected within a few steps.
-GENERIC = StepCost(base_s=18e-3, over_s=0.0, token_s=0.8e-3, pair_s=0.1e-6, context_s=1e-6)
+GENERIC = StepCost(base_s=18e-3, over_s=0.0, token_s=0.8e-3, pair_s=0.1e-6, decode_s=0.8e-3, context_s=1e-6)
 
 _TYPICAL_BATCH = 64
+_MANY = 1 << 20
 
 
 def from_roofline(model: StepModel, speed: float = 1.0) -> StepCost:
-    """The roofline's step, read off at a few points. `speed`: simulated seconds per real second (0: no time at all)."""
+    """The roofline's step, read off at a few points. `speed`: simulated seconds per real second (0: no time at all).
+
+    Of a dense model within 2 % where reading the weights or arithmetic alone bounds the step; around the ridge up to 13 % below.
+    """
     if speed == 0:
-        return StepCost(0.0, 0.0, 0.0, 0.0, 0.0)
-    many = 1 << 20
-    one = model.step_s((), 1, 0)
-    pair = (_chunk_s(model, 1, many) - _chunk_s(model, 1, 0)) / many
-    per_token = (_chunk_s(model, 2 * many, 0, pair) - _chunk_s(model, many, 0, pair)) / many  # above the ridge
-    free = max(0.0, model.step_s((), 9, 0) - one) / 8  # below it
+        return StepCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    pair = (_chunk_s(model, 1, _MANY) - _chunk_s(model, 1, 0)) / _MANY
+    per_token = (_chunk_s(model, 2 * _MANY, 0, pair) - _chunk_s(model, _MANY, 0, pair)) / _MANY  # above the ridge
+    one, nine = _chunk_s(model, 1, 0, pair), _chunk_s(model, 9, 0, pair)
+    free = max(0.0, nine - one) / 8  # below it
     flat = one - free
     if per_token <= free:  # experts that few tokens leave unread: no ridge, the step just starts higher
-        flat, free = max(0.0, model.step_s((), _TYPICAL_BATCH, 0) - _TYPICAL_BATCH * per_token), per_token
+        flat, free = max(0.0, _chunk_s(model, _TYPICAL_BATCH, 0, pair) - _TYPICAL_BATCH * per_token), per_token
     over = per_token - free
     # Where the two lines meet: flat + free n = above + per_token n.
-    above = _chunk_s(model, many, 0, pair) - per_token * many
+    above = _chunk_s(model, _MANY, 0, pair) - per_token * _MANY
     ridge = max(0.0, (flat - above) / over) if over > 0 else 0.0
-    context = (model.step_s((), 1, many) - one) / many
-    return StepCost(flat, over, free, pair, context, ridge).scaled(1.0 / speed)
+    row = max(0.0, model.step_s((), 9, 0) - model.step_s((), 1, 0) - (nine - one)) / 8  # of a sequence, beyond its token
+    context = (model.step_s((), 1, _MANY) - model.step_s((), 1, 0)) / _MANY
+    return StepCost(flat, over, free, pair, free + row, context, ridge).scaled(1.0 / speed)
 
 
 def _chunk_s(model: StepModel, tokens: int, cached: int, pair_s: float = 0.0) -> float:

@@ -20,7 +20,7 @@ FAST = 0.15  # weight of the newest step in the factor: 20 steps carry 96 %
 EARLY_STEPS = 64  # of which each is remembered; later every fourth one
 SWEEPS = 8
 MAX_RATIO = 20.0  # one step further off than this says no more than this
-_N = 5
+_N = 6
 _PAIRS = [(i, j) for i in range(_N) for j in range(i, _N)]
 
 
@@ -47,8 +47,8 @@ class StepFit:
 
     def __init__(self, prior: StepCost) -> None:
         self._ridge_tokens = prior.ridge_tokens
-        given = (prior.base_s, prior.over_s, prior.token_s, prior.pair_s, prior.context_s)
-        floor = (GENERIC.base_s, GENERIC.token_s, GENERIC.token_s, GENERIC.pair_s, GENERIC.context_s)
+        given = (prior.base_s, prior.over_s, prior.token_s, prior.pair_s, prior.decode_s, prior.context_s)
+        floor = (GENERIC.base_s, GENERIC.token_s, GENERIC.token_s, GENERIC.pair_s, GENERIC.decode_s, GENERIC.context_s)
         # Units in which coefficients are near 1, also where the prior knows nothing of one.
         self._scales = [max(value, 0.05 * least) for value, least in zip(given, floor, strict=True)]
         self._prior = [value / scale for value, scale in zip(given, self._scales, strict=True)]
@@ -72,8 +72,15 @@ class StepFit:
             return
         self.last_s = now_s
         self.num_steps += 1
-        s0, s1, s2, s3, s4 = self._scales
-        row = [s0, s1 * max(0.0, tokens - self._ridge_tokens), s2 * tokens, s3 * step.prefill_pairs, s4 * step.context_tokens]
+        work = (
+            1.0,
+            max(0.0, tokens - self._ridge_tokens),
+            step.prefill_tokens,
+            step.prefill_pairs,
+            step.decode_requests,
+            step.context_tokens,
+        )
+        row = [x * scale for x, scale in zip(work, self._scales, strict=True)]
         ratio = min(MAX_RATIO, max(1.0 / MAX_RATIO, step.seconds / max(_dot(row, self._values), 1e-9)))
         surprise = math.log(ratio) - self._factor_log
         self._factor_log += surprise * max(FAST, 1.0 / self.num_steps)
@@ -108,9 +115,9 @@ class StepFit:
 
     def _set_cost(self) -> None:
         factor = math.exp(self._factor_log)
-        base, over, token, pair, context = [v * s * factor for v, s in zip(self._values, self._scales, strict=True)]
-        self._cost = StepCost(base, over, token, pair, context, self._ridge_tokens)
+        base, over, token, pair, decode, context = [v * s * factor for v, s in zip(self._values, self._scales, strict=True)]
+        self._cost = StepCost(base, over, token, pair, decode, context, self._ridge_tokens)
 
 
 def _dot(a: list[float], b: list[float]) -> float:
-    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3] + a[4] * b[4]
+    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3] + a[4] * b[4] + a[5] * b[5]

@@ -13,7 +13,7 @@ from disagg.policy.feasibility import impossible
 from disagg.policy.step_cost import StepCost
 from disagg.types import Mode, Role
 
-QUICK = StepCost(base_s=10e-3, over_s=0.0, token_s=0.0, pair_s=0.0, context_s=0.0)
+QUICK = StepCost(base_s=10e-3, over_s=0.0, token_s=0.0, pair_s=0.0, decode_s=0.0, context_s=0.0)
 COSTS = {Role.PREFILL: QUICK, Role.DECODE: QUICK.scaled(4)}
 
 

@@ -45,7 +45,10 @@ def test_the_roofline_is_read_off_closely(shape: str) -> None:
     cost = from_roofline(model)
     for chunks, decodes, context in (((), 1, 500), ((), 64, 64_000), ((PrefillChunk(64),), 0, 0), ((PrefillChunk(2048, 4000),), 30, 9000)):
         tokens, pairs = sum(c.num_tokens for c in chunks), sum(c.attention_pairs for c in chunks)
-        assert cost.step_s(tokens, pairs, decodes, context) == pytest.approx(model.step_s(chunks, decodes, context), rel=0.16)
+        assert cost.step_s(tokens, pairs, decodes, context) == pytest.approx(model.step_s(chunks, decodes, context), rel=0.02)
+    for tokens in (192, 256, 320, 384, 512):  # about the ridge neither weights nor arithmetic bounds a step alone
+        chunk = PrefillChunk(tokens)
+        assert 0.0 <= model.step_s([chunk], 30, 30_000) / cost.step_s(tokens, chunk.attention_pairs, 30, 30_000) - 1 < 0.15
 
 
 def test_prefill_in_chunks_is_the_sum_of_its_steps() -> None:
@@ -82,7 +85,7 @@ def test_an_hour_of_decoding_does_not_forget_what_a_prompt_costs() -> None:
         fit.add(record(rng, number), 0.0)
     for number in range(3000):
         fit.add(record(rng, number, prompts=False), 0.0)
-    assert fit.cost.prefill_s(2000, 0, 512) == pytest.approx(TRUE.prefill_s(2000, 0, 512), rel=0.16)
+    assert fit.cost.prefill_s(2000, 0, 512) == pytest.approx(TRUE.prefill_s(2000, 0, 512), rel=0.1)
 
 
 def test_coefficients_stay_physical_whatever_is_reported() -> None:
@@ -91,5 +94,5 @@ def test_coefficients_stay_physical_whatever_is_reported() -> None:
         seconds = rng.choice([1e-6, 1e-3, 0.02, 3.0, 0.0, -1.0])
         fit.add(StepRecord(number, seconds, rng.choice([0, 500]), rng.random() * 1e6, rng.randrange(30), rng.randrange(10**6)), 0.0)
         c = fit.cost
-        assert min(c.base_s, c.over_s, c.token_s, c.pair_s, c.context_s) >= 0
+        assert min(c.base_s, c.over_s, c.token_s, c.pair_s, c.decode_s, c.context_s) >= 0
         assert c.step_s(512, 131_000, 8, 8000) < 1e3
