@@ -38,7 +38,8 @@ from disagg.types import EngineState, Mode, ModelInfo, Request, Role, Route
 
 FEED_S = 0.025  # a worker gets its next prompt when it has so much left, at the least: a round trip and the way through the gateway
 LOOK_AHEAD = 4  # waiters that are tried although one before them has to wait on
-REFRESH_S = 1.0  # how often what changes with time alone is computed anew
+REFRESH_S = 1.0  # how often workers are compared with their pool
+EARLY_STEPS = 32  # of a worker; until then it is compared whenever it has twice as many
 MIN_NAP_S = 2e-3
 MAX_NAP_S = 0.1  # a worker that is overdue, or a decode side that is full, is looked at again after so long
 AGED_S = 30.0  # a request that has waited so long gets a turn now and then, whatever its priority
@@ -112,7 +113,10 @@ class Dispatcher:
         """A worker's latest state; steps that it has told of before do not count twice. Unknown is fine."""
         book = self._workers.get(name)
         if book is not None:
+            before = book.fit.num_steps
             book.report(state, now_s, self._tpot_s)
+            if before < EARLY_STEPS and before.bit_length() < book.fit.num_steps.bit_length():
+                self._refreshed_s = -math.inf  # the first steps say most
             if state.cache_changes:
                 self._prefixes.update(name, state.cache_changes)
 
@@ -476,16 +480,15 @@ class Dispatcher:
         )
 
     def _refresh(self, now_s: float) -> None:
-        """Once a second: what the typical worker of each role is, by which an idle one's learned speed is judged."""
+        """Once a second: what the typical worker of each role is, by which the learned speeds of the others are judged."""
         self._refreshed_s = now_s
         if sources := self._sources:
             self._typical = _median(sources).fit.cost
         for role in Role:
             if books := [w for w in self._workers.values() if w.role is role]:
-                typical = _median(books).fit.cost
+                typical = _median(books).fit.cost if len(books) > 1 else None
                 for book in books:
-                    book.typical = typical
-                    book.touch()
+                    book.compare(typical)
 
     def _wake_at_s(self, now_s: float) -> float | None:
         """When to look again, if nothing happens before: a deadline passes, a worker runs dry, or waiting for a worker is over."""
@@ -505,7 +508,9 @@ class Dispatcher:
 
 
 def _median(books: Sequence[WorkerBook]) -> WorkerBook:
-    """The worker of median speed; of an even number the faster of the two in the middle."""
+    """The worker of median speed, among those of which much is known; of an even number the faster of the two in the middle."""
+    least = min(EARLY_STEPS, max([w.fit.num_steps for w in books])) // 2
+    books = [w for w in books if w.fit.num_steps >= least]
     return sorted(books, key=lambda w: pace_s(w.fit.cost))[(len(books) - 1) // 2]
 
 

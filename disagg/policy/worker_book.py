@@ -20,6 +20,9 @@ STUCK_MIN_S = 0.5
 FRESH_S = 0.05  # what depends on time alone may be so old
 MOST_PASSING_STEPS = 3  # of a prompt that passes a long one
 IDLE_HALF_LIFE_S = 3.0  # of the difference between an idle worker's learned speed and its pool's
+# A difference in speed to its pool that may be noise, as a logarithm; and what the first step adds to it, the n-th one 1/n of that.
+NOISE = 0.1
+EARLY_NOISE = 4.0
 
 
 @dataclass(slots=True)
@@ -90,7 +93,8 @@ class WorkerBook:
         self.state = state
         self.is_live = True
         self.fit = StepFit(prior)
-        self.typical: StepCost | None = None  # of a typical worker of the pool
+        self.typical: StepCost | None = None  # of a typical worker of the pool; None when it is alone there
+        self._believed = prior
         self.accounts = Accounts()
         self.prefilling: dict[int, float] = {}  # predicted seconds of the prompts given and not answered yet, by key, in order
         self.busy_until_s = now_s
@@ -127,12 +131,15 @@ class WorkerBook:
         self.heard_s = now_s
         for step in steps:
             self.fit.add(step, now_s)
+        self._believe()
         lost_s, late = 0.0, 0.0
         cost = self.fit.cost
         for step in steps:
             if step.prefill_tokens:
                 lost_s += max(0.0, step.seconds - cost.step_s(0, 0, max(1, step.decode_requests), step.context_tokens))
-                late += max(0.0, step.seconds / tpot_s - 1.0)
+                # As long as such a step is believed to be: a hiccup of the machine says nothing of those to come.
+                likely_s = self._believed.step_s(step.prefill_tokens, step.prefill_pairs, step.decode_requests, step.context_tokens)
+                late += max(0.0, min(step.seconds, likely_s) / tpot_s - 1.0)
         passed_s = max(0.0, now_s - self._learned_s)
         self._learned_s = now_s
         self._duty = min(0.95, self._duty * math.exp(-passed_s / DUTY_S) + lost_s / DUTY_S)
@@ -141,6 +148,25 @@ class WorkerBook:
     def touch(self) -> None:
         """Something changed."""
         self._outline = None
+
+    def compare(self, typical: StepCost | None) -> None:
+        """Take in what a typical worker of its pool costs; None when there is no other to compare it with."""
+        self.typical = typical
+        self._believe()
+        self._outline = None
+
+    def _believe(self) -> None:
+        """How much of the difference to its pool is the worker's own: little of what may be noise, and of what the first steps say."""
+        own, typical, steps = self.fit.cost, self.typical, self.fit.num_steps
+        if typical is None:
+            self._believed = own
+        elif not steps:
+            self._believed = typical
+        else:
+            own_s, typical_s = pace_s(own), pace_s(typical)
+            far = abs(math.log(own_s / typical_s)) if own_s > 0 and typical_s > 0 else math.inf
+            noise = NOISE + EARLY_NOISE / steps
+            self._believed = typical if far <= noise else typical.blended(own, 1.0 - (noise / far) ** 2)
 
     # ---- what follows
 
@@ -182,11 +208,11 @@ class WorkerBook:
         )
 
     def _cost(self, now_s: float) -> StepCost:
-        """Step costs as learned; of a worker that has had no work for a while, drawn towards its pool's: it may have recovered."""
+        """Step costs as believed; of a worker that has had no work for a while, drawn towards its pool's: it may have recovered."""
         idle_s = now_s - self.fit.last_s
-        if self.typical is None or idle_s <= 1.0:
-            return self.fit.cost
-        return self.fit.cost.blended(self.typical, 1.0 - 2.0 ** (-idle_s / IDLE_HALF_LIFE_S))
+        if self.typical is None or self._believed is self.typical or idle_s <= 1.0:
+            return self._believed
+        return self._believed.blended(self.typical, 1.0 - 2.0 ** (-idle_s / IDLE_HALF_LIFE_S))
 
     def _silence_s(self, now_s: float, step_s: float) -> float:
         """How long a decoding worker has been silent, when that is longer than it should be."""

@@ -60,7 +60,7 @@ async def test_equal_workers_share_the_load() -> None:
         for leg in ("prefill", "decode"):
             names = [getattr(a.run.route, leg) for a in answers]
             assert len(set(names)) == 4, names
-            assert max(names.count(n) for n in set(names)) <= 13, names  # a stall of the machine makes others look slow
+            assert max(names.count(n) for n in set(names)) <= 8, names  # 4 each, unless a stall of the machine makes others look slow
 
 
 async def test_many_at_once_are_all_right() -> None:

@@ -46,6 +46,31 @@ def test_equal_workers_take_turns() -> None:
     assert seen == {"p0": 4, "p1": 4, "p2": 4, "d0": 6, "d1": 6}
 
 
+@pytest.mark.parametrize("mode", [Mode.DISAGG, Mode.COLOCATED])
+@pytest.mark.parametrize("slow_start", [1.0, 4.0])
+def test_what_is_learned_of_equal_workers_moves_no_share(mode: Mode, slow_start: float) -> None:
+    """Their steps differ by noise, and the first two of each are `slow_start` times as long as those that follow."""
+    rng = random.Random(5)
+    rig = Rig(mode, prefill=4, decode=4)
+    own = {name: rng.lognormvariate(0, 0.03) for name in rig.dispatcher.workers}
+    steps: Counter[str] = Counter()
+    shares: Counter[str] = Counter()
+    for _ in range(64):
+        grant = rig.grant(64, 50)
+        rig.dispatcher.first_token(grant.key, rig.now_s)
+        shares.update({grant.route.prefill, grant.route.decode})
+        for name, prompt in ((grant.route.prefill, 64), (grant.route.decode, 0)):
+            late = slow_start * rng.uniform(0.5, 2.0) if not steps[name] and slow_start > 1 else 1.0
+            rig.now_s += 0.05 if prompt else 0.02
+            rig.steps(name, 2, own[name] * rng.lognormvariate(0, 0.1) * late, batch=1, prompt=prompt)
+            steps[name] += 1
+        rig.decoding(grant)
+        rig.end(grant.key)
+    assert len(shares) == len(own)
+    spread = max(shares.values()) - min(shares.values())
+    assert spread <= (2 if slow_start == 1.0 else 6), shares  # of 16 (disaggregated) or 8 each; too long steps are remembered a while
+
+
 def test_the_decode_worker_with_fewer_requests_wins() -> None:
     rig = Rig(prefill=2, decode=2)
     busy = Counter(rig.decoding(rig.grant(max_tokens=500)).route.decode for _ in range(10))
