@@ -71,10 +71,8 @@ def foreseen(pair: Pair, ask: Ask, ahead: Outlook) -> Candidate:
     later_s = max(0.0, ahead.start_s - pair.first.wait_s)
     found = candidate(pair, ask)
     p = found.prediction
-    prediction = type(p)(
-        p.ttft_s + later_s, p.tpot_s, p.queue_s + later_s, p.prefill_s, p.transfer_s, p.output_tokens, p.kv_tokens, p.cached_tokens
-    )
-    return Candidate(found.prefill, found.decode, prediction, found.cost, _note(ask, prediction.ttft_s, prediction.tpot_s))
+    prediction = p._replace(ttft_s=p.ttft_s + later_s, queue_s=p.queue_s + later_s)
+    return found._replace(prediction=prediction, note=_note(ask, prediction.ttft_s, prediction.tpot_s))
 
 
 def why_not(ask: Ask, pairs: Sequence[Pair], ahead: Outlook, prefill_s: float) -> WhyNot | None:

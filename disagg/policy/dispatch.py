@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from disagg.config import AdmissionSettings, SloClass
 from disagg.policy.admission import MIN_RETRY_S, RECORDED_PAIRS, check_fits, foreseen, retry_after, why_not
@@ -27,7 +26,8 @@ from disagg.policy.decision import Candidate, DecisionRecord, Decisions, Grant, 
 from disagg.policy.outlook import SPARE_BELOW, Outlook, outlook
 from disagg.policy.outputs import OutputLengths
 from disagg.policy.prefix_index import PrefixIndex
-from disagg.policy.router import Ask, Pair, Router, Shortage, candidate
+from disagg.policy.router import SHORTLIST, Ask, Pair, Router, Shortage, candidate
+from disagg.policy.standing import Standing
 from disagg.policy.step_cost import GENERIC, StepCost
 from disagg.policy.targets import SOFT_TPOT_S, Targets, slope
 from disagg.policy.view import missing_role
@@ -45,6 +45,8 @@ MAX_NAP_S = 0.1  # a worker that is overdue, or a decode side that is full, is l
 AGED_S = 30.0  # a request that has waited so long gets a turn now and then, whatever its priority
 AGED_TURN = 20  # one grant in so many
 MIN_TAUGHT_WAIT_S = 0.02
+MANY_WAITING = 32  # for one that comes behind so many, a FEW workers are weighed: how they stand now says little of its turn
+FEW = 3
 WAIT_LEARNING_RATE = 0.03
 
 
@@ -73,8 +75,8 @@ class Dispatcher:
         self._tpot_s = min((t.tpot_s for t in self._targets.values() if t.tpot_s is not None), default=SOFT_TPOT_S)
         self._outputs: dict[str, OutputLengths] = {}
         self._workers: dict[str, WorkerBook] = {}
-        self._sources: Sequence[WorkerBook] = []  # live workers that may take a first leg, and a second one
-        self._sinks: Sequence[WorkerBook] = []
+        self._sources: list[WorkerBook] = []  # live workers that may take a first leg, and a second one; the least recently used first
+        self._sinks: list[WorkerBook] = []
         self._waiting = WaitingQueue()
         self._bookings: dict[int, Booking] = {}
         self._router = Router(mode)
@@ -83,6 +85,9 @@ class Dispatcher:
         self._keys = itertools.count(1)
         self._grants = 0
         self._fresh: tuple[tuple[int, int, float], Ask, list[Pair] | Shortage] | None = None  # weighed by admission: for which, when, what
+        self._stood: Standing | None = None
+        self._missing = missing_role(mode, set())
+        self._may_pass = False  # somewhere short prompts pass long ones
         self._wait_factor = 1.0  # learned: measured over predicted time in the queue
         self._typical = next(iter(self._priors.values()), GENERIC)
         self._refreshed_s = 0.0
@@ -177,6 +182,7 @@ class Dispatcher:
 
     def decide(self, now_s: float) -> Decisions:
         """Grants and refusals as of now. Call it after each event, and at `wake_at_s`."""
+        self._stood = None
         if now_s - self._refreshed_s > REFRESH_S:
             self._refresh(now_s)
         over = "the deadline passed while it waited"
@@ -251,7 +257,8 @@ class Dispatcher:
             if waiter.attempt or not self._admission.by_slo:
                 continue
             ask = self._ask(waiter, now_s)
-            pairs = self._router.pairs(ask, self._sources, self._sinks, now_s, {}, RECORDED_PAIRS)
+            shortlist = SHORTLIST if len(self._waiting) <= MANY_WAITING else FEW
+            pairs = self._router.pairs(ask, self._standing(now_s), {}, RECORDED_PAIRS, shortlist)
             self._fresh = ((waiter.key, self._grants, now_s), ask, pairs)
             ahead = self._outlook(waiter, ask, now_s)
             found = why_not(ask, [] if isinstance(pairs, Shortage) else pairs, ahead, waiter.work_s)
@@ -291,7 +298,7 @@ class Dispatcher:
         self, waiter: Waiter, now_s: float, reason: str, retry_s: float, candidates: tuple[Candidate, ...] = (), *, no_worker: bool = False
     ) -> Refusal:
         self._waiting.remove(waiter.key)
-        record = replace(self._record(waiter, now_s, Verdict.REJECTED, reason), candidates=candidates, retry_after_s=retry_s)
+        record = self._record(waiter, now_s, Verdict.REJECTED, reason, candidates, retry_s)
         return Refusal(waiter.key, waiter.request, reason, retry_s, record, no_worker)
 
     def _retry_s(self, waiter: Waiter, now_s: float) -> float:
@@ -302,7 +309,7 @@ class Dispatcher:
     def _outlook(self, waiter: Waiter, ask: Ask, now_s: float) -> Outlook:
         """When its turn comes; corrected by how such predictions did lately."""
         ahead, work_s = self._waiting.ahead(waiter)
-        found = outlook(ask, self._sources, self._sinks, ahead, work_s, self._typical, now_s)
+        found = outlook(ask, self._standing(now_s), ahead, work_s, self._typical)
         return Outlook(found.start_s * self._wait_factor, found.place_s) if ahead else found
 
     def _learn_wait(self, waiter: Waiter, pair: Pair, ask: Ask) -> None:
@@ -318,9 +325,9 @@ class Dispatcher:
         """Give prompts to workers that are about to run dry. One meant for a busy worker waits on, and counts as work before later ones."""
         grants: list[Grant] = []
         refusals: list[Refusal] = []
-        ready = {w.name for w in self._sources if self._is_ready(w, w.wait_s(now_s), now_s)}
+        ready = self._ready(now_s)
         held_s: dict[str, float] = {}
-        can_pass = any(w.pass_tokens and w.prefilling for w in self._sources)
+        can_pass = self._may_pass and any(w.pass_tokens and w.prefilling for w in self._sources)
         price = self._queue_price(now_s) if ready else 0.0
         blocked = 0
         for waiter in self._candidates(now_s):
@@ -344,7 +351,7 @@ class Dispatcher:
                 blocked += 1
             else:
                 grants.append(self._book(waiter, ask, pairs, now_s))
-                if not self._is_ready(source, source.wait_s(now_s), now_s):
+                if not self._is_ready(source, source.wait_s(now_s, source.outline(now_s)), now_s):
                     ready.discard(source.name)
         return grants, refusals
 
@@ -355,7 +362,7 @@ class Dispatcher:
             return fresh[1], fresh[2]
         ask = self._ask(waiter, now_s)
         ask.queue_price = price
-        return ask, self._router.pairs(ask, self._sources, self._sinks, now_s, held_s, RECORDED_PAIRS)
+        return ask, self._router.pairs(ask, self._standing(now_s), held_s, RECORDED_PAIRS)
 
     def _candidates(self, now_s: float) -> Iterator[Waiter]:
         """In order; but every so often the one that has waited longest goes first."""
@@ -363,6 +370,15 @@ class Dispatcher:
         if oldest is not None and self._grants % AGED_TURN == AGED_TURN - 1 and now_s - oldest.queued_s > AGED_S:
             yield oldest
         yield from self._waiting.in_order()
+
+    def _ready(self, now_s: float) -> set[str]:
+        """Workers that are about to run dry."""
+        standing = self._standing(now_s)
+        outlines = standing.outlines
+        soon = [
+            (w, wait_s) for w, wait_s in standing.waits_s.items() if wait_s <= FEED_S or wait_s <= outlines[w].feed_s or not w.prefilling
+        ]
+        return {w.name for w, wait_s in soon if self._is_ready(w, wait_s, now_s)}
 
     def _is_ready(self, source: WorkerBook, wait_s: float, now_s: float) -> bool:
         """Whether a worker is about to run dry: a wait for the step under way is none."""
@@ -409,22 +425,38 @@ class Dispatcher:
         self._waiting.remove(waiter.key)
         seen = tuple([candidate(p, ask) for p in pairs[:RECORDED_PAIRS]])
         reason = describe(pair)
-        record = replace(self._record(waiter, now_s, Verdict.GRANTED, reason), candidates=seen)
+        record = self._record(waiter, now_s, Verdict.GRANTED, reason, seen)
         route = Route(seen[0].prefill, seen[0].decode, reason)
         booking = self._bookings[waiter.key] = Booking(waiter.key, waiter.request, pair, ask, now_s)
         booking.prefix = waiter.prefix
+        self._used(pair)
         return Grant(waiter.key, waiter.request, route, seen[0].prediction, record, waiter.admitted or seen[0].prediction)
 
     # ---- small parts
 
+    def _standing(self, now_s: float) -> Standing:
+        """How the workers stand now; the same until something is granted."""
+        if self._stood is None or self._stood.now_s != now_s:
+            self._stood = Standing(self._sources, self._sinks, now_s)
+        return self._stood
+
     @property
     def missing_role(self) -> Role | None:
         """A role that the mode needs and that no live worker has."""
-        return missing_role(self.mode, {w.role for w in self._workers.values()})
+        return self._missing
 
     def _members_changed(self) -> None:
-        books = list(self._workers.values())
+        books = sorted(self._workers.values(), key=lambda w: w.last_used_s)
+        self._missing = missing_role(self.mode, {w.role for w in books})
+        self._may_pass = any(w.pass_tokens for w in books)
         self._sources, self._sinks = self._router.sources(books), self._router.sinks(books)
+
+    def _used(self, pair: Pair) -> None:
+        """The pair's workers go to the end of the lists, which are in order of use."""
+        self._stood = None
+        for books, w in ((self._sources, pair.first.worker), (self._sinks, pair.second.worker)):
+            books.remove(w)
+            books.append(w)
 
     def _identities(self, request: Request) -> Sequence[int]:
         if not self._cache_block_tokens:
@@ -461,7 +493,9 @@ class Dispatcher:
             has_followers=len(self._waiting) > 1,
         )
 
-    def _record(self, waiter: Waiter, now_s: float, verdict: Verdict, reason: str) -> DecisionRecord:
+    def _record(
+        self, waiter: Waiter, now_s: float, verdict: Verdict, reason: str, candidates: tuple[Candidate, ...], retry_s: float | None = None
+    ) -> DecisionRecord:
         request, targets = waiter.request, waiter.targets
         return DecisionRecord(
             request_id=request.request_id,
@@ -477,6 +511,8 @@ class Dispatcher:
             tpot_target_s=targets.tpot_s,
             queued_requests=len(self._waiting),
             attempt=waiter.attempt,
+            candidates=candidates,
+            retry_after_s=retry_s,
         )
 
     def _refresh(self, now_s: float) -> None:
@@ -501,7 +537,8 @@ class Dispatcher:
             timeout_s = self._admission.worker_timeout_s
             instants += [max(self._starved_since_s, w.queued_s) + timeout_s for w in self._waiting.in_order()]
         else:
-            dry_s = min((w.busy_until_s for w in self._sources if w.prefilling and w.busy_until_s > now_s + FEED_S), default=now_s)
+            soon_s = now_s + FEED_S
+            dry_s = min([w.busy_until_s for w in self._sources if w.prefilling and w.busy_until_s > soon_s], default=now_s)
             nap_s = dry_s - FEED_S - now_s if dry_s > now_s else MAX_NAP_S
             instants.append(now_s + min(MAX_NAP_S, max(MIN_NAP_S, nap_s)))
         return min(instants)

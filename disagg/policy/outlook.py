@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from disagg.policy.router import Ask
+from disagg.policy.standing import Standing
 from disagg.policy.step_cost import StepCost
 from disagg.policy.worker_book import UNKNOWN_STEP_TOKENS, Outline, WorkerBook
 
@@ -28,24 +29,22 @@ class Outlook:
 
 def outlook(
     ask: Ask,
-    sources: Sequence[WorkerBook],
-    sinks: Sequence[WorkerBook],
+    standing: Standing,
     ahead: int,
     ahead_work_s: float,
     typical: StepCost,
-    now_s: float,
 ) -> Outlook:
     """For a request with `ahead` others before it, whose prompts take `ahead_work_s` in all at the cost `typical`."""
-    place_s = _place_s(ask, sinks, ahead, now_s) if ask.moves_kv else 0.0
-    return Outlook(max(place_s, _prefill_start_s(sources, ahead, ahead_work_s, typical, now_s)), place_s)
+    place_s = _place_s(ask, standing.sinks, ahead, standing.now_s) if ask.moves_kv else 0.0
+    return Outlook(max(place_s, _prefill_start_s(standing, ahead, ahead_work_s, typical)), place_s)
 
 
-def prompt_rate(w: WorkerBook, typical: StepCost, now_s: float) -> float:
+def prompt_rate(w: WorkerBook, typical: StepCost, o: Outline) -> float:
     """Seconds of prompt work, as `typical` counts it, that a worker does per second while what decodes there stays inside its targets."""
-    o = w.outline(now_s)
-    if w.prompt_rate is None or w.prompt_rate[:2] != (o.at_s, typical):
-        w.prompt_rate = (o.at_s, typical, _prompt_rate(w, o, typical))
-    return w.prompt_rate[2]
+    known = w.prompt_rate
+    if known is None or known[0] is not o or known[1] is not typical:
+        known = w.prompt_rate = (o, typical, _prompt_rate(w, o, typical))
+    return known[2]
 
 
 def _prompt_rate(w: WorkerBook, o: Outline, typical: StepCost) -> float:
@@ -63,14 +62,14 @@ def _prompt_rate(w: WorkerBook, o: Outline, typical: StepCost) -> float:
     return share * typical.prefill_s(chunk, 0, chunk) / mean_s if mean_s > 0 else 1.0
 
 
-def _prefill_start_s(sources: Sequence[WorkerBook], ahead: int, work_s: float, typical: StepCost, now_s: float) -> float:
+def _prefill_start_s(standing: Standing, ahead: int, work_s: float, typical: StepCost) -> float:
     """When a worker is free after `ahead` prompts of `work_s` seconds in all: the level to which that much work fills the workers.
 
     Prompts come in lumps, and each goes to the worker that is free first: half a lump earlier per further worker than the level says.
     """
     if ahead:
-        work_s = max(0.0, work_s - 0.5 * work_s / ahead * (len(sources) - 1))
-    steps = sorted((w.wait_s(now_s), prompt_rate(w, typical, now_s)) for w in sources)
+        work_s = max(0.0, work_s - 0.5 * work_s / ahead * (len(standing.sources) - 1))
+    steps = _levels(standing, typical)
     level_s, rate = NEVER_S, 0.0
     for index, (free_s, share) in enumerate(steps):
         if index == 0:
@@ -86,6 +85,14 @@ def _prefill_start_s(sources: Sequence[WorkerBook], ahead: int, work_s: float, t
         work_s -= room_s
         level_s = next_s
     return level_s
+
+
+def _levels(standing: Standing, typical: StepCost) -> list[tuple[float, float]]:
+    """When workers are free, the first one first, and how quick each is with prompts from then on."""
+    if standing.levels is None:
+        outlines = standing.outlines
+        standing.levels = sorted([(wait_s, prompt_rate(w, typical, outlines[w])) for w, wait_s in standing.waits_s.items()])
+    return standing.levels
 
 
 def _place_s(ask: Ask, sinks: Sequence[WorkerBook], ahead: int, now_s: float) -> float:

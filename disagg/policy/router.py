@@ -18,12 +18,15 @@ decode worker, or an answer to a prefill worker, when that is cheaper for all co
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from disagg.policy.decision import Candidate, Prediction
 from disagg.policy.hand_over import HandOver
+from disagg.policy.standing import Standing
 from disagg.policy.targets import Targets, regret
 from disagg.policy.worker_book import Outline, WorkerBook
 from disagg.types import Mode, Role
@@ -104,13 +107,13 @@ class Shortage:
     reason: str
 
 
-def weigh_first(w: WorkerBook, ask: Ask, now_s: float, extra_s: float = 0.0) -> FirstLeg:
+def weigh_first(w: WorkerBook, ask: Ask, standing: Standing, extra_s: float = 0.0) -> FirstLeg:
     """The prompt on `w`, behind what is there and `extra_s` more."""
-    o = w.outline(now_s)
+    o, now_s = standing.outlines[w], standing.now_s
     cached = min(ask.cached.get(w.name, 0), ask.context_tokens - 1) if ask.cached else 0
     tokens = ask.context_tokens - cached
-    wait_s = w.wait_s(now_s) + extra_s
-    core_s = w.prefill_s(tokens, cached, now_s)
+    wait_s = standing.waits_s[w] + extra_s
+    core_s = w.prefill_s(tokens, cached, o)
     prefill_s = core_s + w.overhead_s
     if ask.has_followers and w.prefilling and prefill_s < o.feed_s:
         prefill_s = o.feed_s  # others will share its step
@@ -159,10 +162,10 @@ def _delay_cost(w: WorkerBook, o: Outline, start_s: float, prompt_s: float) -> f
     return cost
 
 
-def weigh_second(w: WorkerBook, ask: Ask, now_s: float, ready_s: float = 0.0) -> SecondLeg:
+def weigh_second(w: WorkerBook, ask: Ask, standing: Standing, ready_s: float = 0.0) -> SecondLeg:
     """The answer on `w`, beside what is there. `ready_s`: from now, until the KV is there when it comes from elsewhere."""
-    o = w.outline(now_s)
-    tpot_s = w.gap_with_s(now_s, ask.context_tokens + 0.5 * ask.output_tokens)
+    o = standing.outlines[w]
+    tpot_s = w.gap_with_s(o, ask.context_tokens + 0.5 * ask.output_tokens)
     cost = regret(tpot_s / ask.targets.tpot_scale_s)
     for other_s, count in w.accounts.groups.items():
         cost += count * (regret(tpot_s / other_s) - regret(o.gap_s / other_s))
@@ -172,8 +175,13 @@ def weigh_second(w: WorkerBook, ask: Ask, now_s: float, ready_s: float = 0.0) ->
         cost += ROLE_BIAS
     if w.name in ask.avoid:
         cost += AVOIDED
-    busy_s = min(max(0.0, w.whole_until_s - now_s - ready_s), o.whole_step_s) if w.prefilling else 0.0
-    return SecondLeg(w, cost, tpot_s, busy_s)
+    busy_s = w.whole_until_s - standing.now_s - ready_s if w.prefilling else 0.0
+    return SecondLeg(w, cost, tpot_s, min(busy_s, o.whole_step_s) if busy_s > 0.0 else 0.0)
+
+
+def has_kv_room(w: WorkerBook, ask: Ask, standing: Standing) -> bool:
+    """A worker that holds nothing of ours is never too small: the total was checked when the request came."""
+    return ask.kv_tokens <= standing.outlines[w].free_kv_tokens or w.accounts.kv_tokens == 0
 
 
 def has_outbox_room(w: WorkerBook, ask: Ask) -> bool:
@@ -198,53 +206,52 @@ class Router:
     def pairs(
         self,
         ask: Ask,
-        sources: Sequence[WorkerBook],
-        sinks: Sequence[WorkerBook],
-        now_s: float,
+        standing: Standing,
         extra_s: Mapping[str, float],
         best: int = 1,
+        shortlist: int = SHORTLIST,
     ) -> list[Pair] | Shortage:
         """Pairs with room, the one to take first, then up to `best` - 1 by cost; or why there is none.
 
-        `sources`, `sinks`: live workers that may take the legs. `extra_s`: seconds of prompts meant for a worker but not given yet.
-        Of pairs that are as good as equal, the least recently used is to be taken.
+        `extra_s`: seconds of prompts meant for a worker but not given yet. `shortlist`: so many of each kind are weighed, all where no more
+        than SHORTLIST are there. Of pairs that are as good as equal, the least recently used is
+        to be taken.
         """
-        firsts = {w.name: weigh_first(w, ask, now_s, extra_s.get(w.name, 0.0)) for w in _least_busy(sources, now_s, ask, extra_s)}
-        with_room = [w for w in sinks if w.has_kv_room(ask.kv_tokens, now_s)] if ask.moves_kv else sinks
+        firsts = {w.name: weigh_first(w, ask, standing, extra_s.get(w.name, 0.0)) for w in _least_busy(standing, ask, extra_s, shortlist)}
         ready_s = 0.0
         if firsts and ask.moves_kv:
             soonest = min(firsts.values(), key=_cost)
             ready_s = soonest.wait_s + soonest.prefill_s + self.hand_over.seconds(ask.box_bytes)
-        seconds = {w.name: weigh_second(w, ask, now_s, ready_s) for w in _least_full(with_room, now_s)}
+        seconds = {w.name: weigh_second(w, ask, standing, ready_s) for w in _least_full(standing, ask, shortlist)}
         found = [] if self.mode is Mode.COLOCATED else self._apart(ask, firsts, seconds)
         if self.mode is not Mode.DISAGG:
-            found += self._colocated(ask, firsts, seconds, now_s, extra_s)
+            found += self._colocated(ask, firsts, seconds, standing, extra_s)
         if not found:
-            return Shortage(self._shortage(ask, sinks, now_s))
+            return Shortage(_shortage(ask, standing))
         chosen = _fair(found)
         if best == 1:
             return [chosen]
         found.sort(key=_cost)
         return [chosen, *[pair for pair in found if pair is not chosen][: best - 1]]
 
-    def sources(self, workers: Sequence[WorkerBook]) -> Sequence[WorkerBook]:
+    def sources(self, workers: Sequence[WorkerBook]) -> list[WorkerBook]:
         """Workers that may take a first leg."""
-        return [w for w in workers if w.role is Role.PREFILL] if self.mode is Mode.DISAGG else workers
+        return [w for w in workers if w.role is Role.PREFILL] if self.mode is Mode.DISAGG else list(workers)
 
-    def sinks(self, workers: Sequence[WorkerBook]) -> Sequence[WorkerBook]:
+    def sinks(self, workers: Sequence[WorkerBook]) -> list[WorkerBook]:
         """Workers that may take a second leg."""
-        return [w for w in workers if w.role is Role.DECODE] if self.mode is Mode.DISAGG else workers
+        return [w for w in workers if w.role is Role.DECODE] if self.mode is Mode.DISAGG else list(workers)
 
     def _colocated(
-        self, ask: Ask, firsts: dict[str, FirstLeg], seconds: dict[str, SecondLeg], now_s: float, extra_s: Mapping[str, float]
+        self, ask: Ask, firsts: dict[str, FirstLeg], seconds: dict[str, SecondLeg], standing: Standing, extra_s: Mapping[str, float]
     ) -> list[Pair]:
         """Both legs on one worker, for each that is among the best for either."""
         pairs = []
         for w in dict.fromkeys([leg.worker for leg in firsts.values()] + [leg.worker for leg in seconds.values()]):
-            if not w.has_kv_room(ask.kv_tokens, now_s):
+            if not has_kv_room(w, ask, standing):
                 continue
-            first = firsts.get(w.name) or weigh_first(w, ask, now_s, extra_s.get(w.name, 0.0))
-            second = seconds.get(w.name) or weigh_second(w, ask, now_s)
+            first = firsts.get(w.name) or weigh_first(w, ask, standing, extra_s.get(w.name, 0.0))
+            second = seconds.get(w.name) or weigh_second(w, ask, standing)
             pairs.append(Pair(first, second, first.cost + second.cost, 0.0))
         return pairs
 
@@ -252,25 +259,35 @@ class Router:
         """Pairs of two workers: the best few first legs with the best few second legs."""
         sources = _best([leg for leg in firsts.values() if has_outbox_room(leg.worker, ask)])
         sinks = _best([leg for leg in seconds.values() if has_inbox_room(leg.worker, ask)])
-        return [self._pair(ask, first, second) for first in sources for second in sinks if first.worker is not second.worker]
-
-    def _pair(self, ask: Ask, first: FirstLeg, second: SecondLeg) -> Pair:
         if not ask.moves_kv:
-            return Pair(first, second, first.cost, 0.0)
-        transfer_s = self.hand_over.seconds(ask.box_bytes)
-        if first.worker.host_id != second.worker.host_id:
-            transfer_s += ask.box_bytes / CROSS_HOST_BYTES_PER_S
-        busy_s = second.busy_s
-        per_token_s = (transfer_s + busy_s) / ask.spread_tokens
-        target_s = ask.targets.tpot_scale_s
-        more = regret((second.tpot_s + per_token_s) / target_s) - regret(second.tpot_s / target_s)
-        return Pair(first, second, first.cost + second.cost + more, transfer_s + busy_s)
+            return [Pair(first, second, first.cost, 0.0) for first in sources for second in sinks if first.worker is not second.worker]
+        pairs = []
+        near_s = self.hand_over.seconds(ask.box_bytes)
+        for second in sinks:
+            here, there = self._arriving(ask, second, near_s), None
+            for first in sources:
+                if first.worker is second.worker:
+                    continue
+                cost, transfer_s = here
+                if first.worker.host_id != second.worker.host_id:
+                    there = there or self._arriving(ask, second, near_s + ask.box_bytes / CROSS_HOST_BYTES_PER_S)
+                    cost, transfer_s = there
+                pairs.append(Pair(first, second, first.cost + cost, transfer_s))
+        return pairs
 
-    def _shortage(self, ask: Ask, sinks: Sequence[WorkerBook], now_s: float) -> str:
-        if not any(w.has_kv_room(ask.kv_tokens, now_s) for w in sinks):
-            most = max((w.outline(now_s).free_kv_tokens for w in sinks), default=0)
-            return f"no worker has room for {ask.kv_tokens} KV tokens (the emptiest has {max(0, most)})"
-        return "the outboxes or inboxes of all workers are full"
+    def _arriving(self, ask: Ask, second: SecondLeg, transfer_s: float) -> tuple[float, float]:
+        """The second leg's cost, and the hand-over's seconds, for what comes from elsewhere within `transfer_s`."""
+        transfer_s += second.busy_s
+        target_s = ask.targets.tpot_scale_s
+        more = regret((second.tpot_s + transfer_s / ask.spread_tokens) / target_s) - regret(second.tpot_s / target_s)
+        return second.cost + more, transfer_s
+
+
+def _shortage(ask: Ask, standing: Standing) -> str:
+    if not any(has_kv_room(w, ask, standing) for w in standing.sinks):
+        most = max((standing.outlines[w].free_kv_tokens for w in standing.sinks), default=0)
+        return f"no worker has room for {ask.kv_tokens} KV tokens (the emptiest has {max(0, most)})"
+    return "the outboxes or inboxes of all workers are full"
 
 
 def candidate(pair: Pair, ask: Ask, note: str = "") -> Candidate:
@@ -296,22 +313,23 @@ def tpot_s(pair: Pair, ask: Ask) -> float:
     return pair.second.tpot_s + pair.transfer_s / ask.spread_tokens
 
 
-def _least_busy(workers: Sequence[WorkerBook], now_s: float, ask: Ask, extra_s: Mapping[str, float]) -> Iterable[WorkerBook]:
+def _least_busy(standing: Standing, ask: Ask, extra_s: Mapping[str, float], shortlist: int) -> Iterable[WorkerBook]:
     """The workers that could start a prompt soonest, and disturb least; those that hold much of it come too."""
-    if len(workers) <= SHORTLIST:
-        return workers
-    keyed = [(w.wait_s(now_s) + extra_s.get(w.name, 0.0) + 0.05 * w.accounts.decodes, w.last_used_s, i) for i, w in enumerate(workers)]
-    chosen = [workers[i] for _, _, i in sorted(keyed)[:SHORTLIST]]
+    if len(standing.sources) <= SHORTLIST:
+        return standing.sources
+    chosen = standing.least_busy(extra_s)[:shortlist]
     if ask.cached:
-        chosen += [w for w in workers if ask.cached.get(w.name, 0) * 4 > ask.context_tokens and w not in chosen][:SHORTLIST]
+        chosen += [w for w in standing.sources if ask.cached.get(w.name, 0) * 4 > ask.context_tokens and w not in chosen][:shortlist]
     return chosen
 
 
-def _least_full(workers: Sequence[WorkerBook], now_s: float) -> Iterable[WorkerBook]:
-    if len(workers) <= SHORTLIST:
-        return workers
-    keyed = [(w.outline(now_s).gap_s, w.last_used_s, i) for i, w in enumerate(workers)]
-    return [workers[i] for _, _, i in sorted(keyed)[:SHORTLIST]]
+def _least_full(standing: Standing, ask: Ask, shortlist: int) -> Iterable[WorkerBook]:
+    """The emptiest of those that have room."""
+    sinks = standing.sinks
+    if len(sinks) <= SHORTLIST:
+        return [w for w in sinks if has_kv_room(w, ask, standing)] if ask.moves_kv else sinks
+    sinks = standing.least_full()
+    return itertools.islice((w for w in sinks if not ask.moves_kv or has_kv_room(w, ask, standing)), shortlist)
 
 
 LegT = TypeVar("LegT", FirstLeg, SecondLeg)
@@ -322,15 +340,16 @@ def _best(legs: list[LegT]) -> list[LegT]:
     if len(legs) <= BEST_LEGS:
         return legs
     limit = min([leg.cost for leg in legs]) + 0.5 * TIE
-    return sorted(legs, key=lambda leg: (leg.cost > limit, leg.cost if leg.cost > limit else leg.worker.last_used_s))[:BEST_LEGS]
+    keyed = [(leg.cost > limit, leg.cost if leg.cost > limit else leg.worker.last_used_s, i) for i, leg in enumerate(legs)]
+    keyed.sort()
+    return [legs[i] for _, _, i in keyed[:BEST_LEGS]]
 
 
-def _cost(found: Pair | FirstLeg) -> float:
-    return found.cost
+_cost = operator.attrgetter("cost")
 
 
 def _fair(pairs: Sequence[Pair]) -> Pair:
     """The cheapest; of those as good as equally cheap, that of the least recently used workers."""
-    limit = min(pair.cost for pair in pairs) + TIE
+    limit = min([pair.cost for pair in pairs]) + TIE
     equal = [pair for pair in pairs if pair.cost <= limit]
     return min(equal, key=lambda p: (p.first.worker.last_used_s, p.second.worker.last_used_s, p.first.worker.name, p.second.worker.name))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -99,10 +99,11 @@ class WaitingQueue:
 
     def in_order(self) -> Iterator[Waiter]:
         """All waiters, first to go first. The queue may lose waiters meanwhile."""
-        for place in list(self._places):
-            waiter = self._waiters.get(place[3])
-            if waiter is not None:
-                yield waiter
+        index = 0
+        while index < len(self._places):
+            place = self._places[index]
+            yield self._waiters[place[3]]
+            index = bisect_right(self._places, place)
 
     def unchecked(self) -> list[Waiter]:
         """Waiters that admission has not looked at, in order of arrival."""
@@ -129,6 +130,8 @@ class WaitingQueue:
     def ahead(self, waiter: Waiter) -> tuple[int, float]:
         """How many go before `waiter`, and their work in seconds."""
         index = bisect_left(self._places, waiter.place)
+        if 2 * index > len(self._work_s):  # the shorter part is summed
+            return index, max(0.0, self.work_s - math.fsum(self._work_s[index:]))
         return index, math.fsum(self._work_s[:index])
 
     def expired(self, now_s: float) -> list[Waiter]:

@@ -55,7 +55,7 @@ class Accounts:
         return not any(requests) and not any(room) and not self.groups
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: several are made per decision
 class Outline:
     """What follows from a worker's accounts and speed, as of an instant; made anew when either changes, or has become old.
 
@@ -114,7 +114,7 @@ class WorkerBook:
         self._late_per_s = 0.0
         self._learned_s = now_s
         self._outline: Outline | None = None
-        self.prompt_rate: tuple[float, StepCost, float] | None = None  # kept by policy/outlook.py: of which outline, against what
+        self.prompt_rate: tuple[Outline, StepCost, float] | None = None  # kept by policy/outlook.py: of which outline, against what
 
     # ---- what it reports
 
@@ -184,7 +184,7 @@ class WorkerBook:
         step_s = cost.step_s(0, 0, decodes or 1, context)
         gap_s = cost.step_s(0, 0, decodes + a.coming, context + a.coming_tokens) if a.coming and decodes + a.coming > 1 else step_s
         since_s = max(0.0, now_s - self._learned_s)
-        duty = self._duty * math.exp(-since_s / DUTY_S)
+        duty = self._duty * math.exp(-since_s / DUTY_S) if self._duty else 0.0
         most = limit = self.state.max_step_tokens or UNKNOWN_STEP_TOKENS
         if decodes and self.state.mixed_step_tokens:
             limit = min(limit, self.state.mixed_step_tokens)
@@ -203,7 +203,7 @@ class WorkerBook:
             whole_step_s=cost.step_s(most, most * most / 2, 0, 0),
             feed_s=cost.step_s(worth, 0, decodes, context) if worth else 0.0,
             duty=duty,
-            late_per_s=self._late_per_s * math.exp(-since_s / LATE_S),
+            late_per_s=self._late_per_s * math.exp(-since_s / LATE_S) if self._late_per_s else 0.0,
             free_kv_tokens=min(self.state.total_kv_tokens - a.kv_tokens, self.state.free_kv_tokens - a.unseen_kv_tokens),
         )
 
@@ -233,31 +233,31 @@ class WorkerBook:
         a = self.accounts
         return max(1.0, a.output_tokens / a.decodes) if a.decodes else 64.0
 
-    def gap_with_s(self, now_s: float, context_tokens: float) -> float:
-        """Seconds per token that decoding requests here get, once one more of `context_tokens` is here."""
-        o, a = self.outline(now_s), self.accounts
+    def gap_with_s(self, o: Outline, context_tokens: float) -> float:
+        """Seconds per token that decoding requests here get, once one more of `context_tokens` is here. `o`: its outline now."""
+        a = self.accounts
         others = o.decodes + a.coming
         if not others:
             return o.gap_s
         step_s = o.cost.step_s(0, 0, others + 1, o.context_tokens + a.coming_tokens + context_tokens)
-        return max(step_s, min(o.mixed_s, step_s / (1.0 - o.duty)), o.gap_s)
+        if o.duty > 0.0:
+            step_s = max(step_s, min(o.mixed_s, step_s / (1.0 - o.duty)))
+        return step_s if step_s > o.gap_s else o.gap_s
 
-    def wait_s(self, now_s: float) -> float:
-        """Until a further prompt would start here.
+    def wait_s(self, now_s: float, o: Outline) -> float:
+        """Until a further prompt would start here. `o`: its outline now.
 
         A worker that is overdue is expected to take as long again: one that has stopped looks worse by the second.
         """
         if self.prefilling:
             return abs(self.busy_until_s - now_s)
-        o = self.outline(now_s)
         return 0.5 * o.step_s if o.decodes else 0.0
 
-    def prefill_s(self, tokens: int, cached: int, now_s: float) -> float:
+    def prefill_s(self, tokens: int, cached: int, o: Outline) -> float:
         """Seconds that `tokens` prompt tokens after `cached` ones add, beside what decodes here and behind the prompts that are here.
 
-        The last step of the prompt before it may have room left; then the two share it.
+        `o`: its outline now. The last step of the prompt before it may have room left; then the two share it.
         """
-        o = self.outline(now_s)
         cost, shared = o.cost, min(tokens, self._shared_room())
         rest_s = cost.prefill_s(tokens - shared, cached + shared, o.chunk_tokens, o.decodes, o.context_tokens)
         if not shared:
@@ -315,10 +315,6 @@ class WorkerBook:
         if not self.prefilling or (self.tail_steps <= 1 and len(self.prefilling) == 1):
             return 0
         return self.tail_room
-
-    def has_kv_room(self, tokens: int, now_s: float) -> bool:
-        """A worker that holds nothing of ours is never too small: the total was checked when the request came."""
-        return tokens <= self.outline(now_s).free_kv_tokens or self.accounts.kv_tokens == 0
 
 
 def pace_s(cost: StepCost) -> float:

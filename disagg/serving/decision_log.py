@@ -7,7 +7,7 @@ import logging
 from collections import OrderedDict
 from dataclasses import asdict
 
-from disagg.policy.decision import DecisionRecord
+from disagg.policy.decision import Candidate, DecisionRecord, Prediction
 
 log = logging.getLogger("disagg.decisions")
 
@@ -45,6 +45,8 @@ def _rounded(value: object) -> object:
         return round(value, 6)
     if isinstance(value, dict):
         return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, (Candidate, Prediction)):
+        return _rounded(value._asdict())
     if isinstance(value, (list, tuple)):
         return [_rounded(v) for v in value]
     return value
