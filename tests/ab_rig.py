@@ -143,7 +143,7 @@ def silent() -> RunProgress:
 
 async def run(what: Comparison, source: Arms, path: Path) -> Any:
     with silent() as progress:
-        return await asyncio.wait_for(run_ab(what, source, OutFolder(path), progress), 60)
+        return await asyncio.wait_for(run_ab(what, source, OutFolder(path), progress), 240)
 
 
 def by_round(rows: list[Row], arm: str, round_: int) -> list[Row]:

@@ -120,7 +120,7 @@ class Cluster:
         )
         self.processes[name] = process
         assert process.stdout is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             target = (await process.stdout.readline()).decode().strip()
         assert target, f"worker process {name} did not start"
         await self.pool.join(name, role, target)

@@ -109,8 +109,8 @@ class Rig:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Return when `condition` holds; TimeoutError when it does not within 20 s."""
-    async with asyncio.timeout(20):
+    """Return when `condition` holds; TimeoutError when it does not within 60 s."""
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - what is awaited has no event, on purpose
             await asyncio.sleep(0.001)
 

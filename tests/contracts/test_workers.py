@@ -203,7 +203,7 @@ async def test_state_shows_engine_and_boxes(bench: Bench) -> None:
     assert idle.outbox_free_bytes == idle.outbox_total_bytes > 0
     transfer = bench.transfer(request)
     await bench.p.prefill(request, transfer)
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 60
     while bench.p.state().outbox_free_bytes == idle.outbox_free_bytes and time.monotonic() < deadline_s:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     assert bench.p.state().outbox_free_bytes < idle.outbox_free_bytes
@@ -252,7 +252,7 @@ async def test_a_stream_without_a_gateway_and_an_unknown_command_are_refused(rem
         stream = stub.Attach()
         await stream.write(pb.GatewayFrame(gateway_id="stranger", commands=[pb.Command(key=7)]))
         await stream.write(pb.GatewayFrame(commands=[pb.Command(key=8), pb.Command(cancel=99)]))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not (frame := await stream.read()).replies:
                 pass
         assert [r.key for r in frame.replies] == [8]
@@ -311,7 +311,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off(remote: tuple[Cluster, Re
         requests = [worker_rpc_messages.request_to_wire(c.request(5, 8000)) for _ in range(32)]
         commands = [pb.Command(key=key, start=pb.StartCommand(request=request)) for key, request in enumerate(requests, 1)]
         await stream.write(pb.GatewayFrame(commands=commands))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not server._servicer._attachments["sleeper"].has_ended:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             await c.ask_right(c.request(20, 5))

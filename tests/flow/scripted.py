@@ -69,7 +69,7 @@ class Scripted:
 
     async def wait_ended(self, count: int) -> None:
         """Returns when `count` requests have ended."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(self.ended) < count:
                 await self.changes.next().wait()
 

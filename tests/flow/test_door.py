@@ -87,7 +87,7 @@ async def test_the_first_token_leaves_at_once() -> None:
         await second.wait()
         yield Chunk((Token(8),), FinishReason.LENGTH)
 
-    async with serve(script) as door, AsyncClient(door.address) as client, asyncio.timeout(20):
+    async with serve(script) as door, AsyncClient(door.address) as client, asyncio.timeout(60):
         parts = client.stream([1], max_tokens=2)
         first = await anext(parts)
         assert first.tokens == (Token(7),)
@@ -388,7 +388,7 @@ async def test_model_info_says_what_is_served() -> None:
 
 async def test_health_follows_the_pools() -> None:
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-    async with serve() as door, grpc.aio.insecure_channel(door.address) as channel, asyncio.timeout(30):
+    async with serve() as door, grpc.aio.insecure_channel(door.address) as channel, asyncio.timeout(60):
         stub = health_pb2_grpc.HealthStub(channel)
 
         async def status(service: str) -> int:

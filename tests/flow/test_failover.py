@@ -21,7 +21,7 @@ PHASES = (Phase.PREFILLING, Phase.TRANSFERRING, Phase.DECODING)
 
 async def in_phase(c: Cluster, phase: Phase) -> None:
     """Returns when some request is in `phase`."""
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while not any(run.phase is phase for run in c.coordinator.open_runs):
         assert time.monotonic() < deadline_s, [run.phase for run in c.coordinator.open_runs]
         await asyncio.sleep(0.002)
@@ -67,7 +67,7 @@ async def test_process_killed_by_sigkill(role: Role) -> None:
         tasks = await eight(c)
         await in_phase(c, Phase.DECODING)
         await c.kill("victim")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             answers = await asyncio.gather(*tasks)
         assert any("victim" in a.run.route.reason or a.run.attempts > 1 for a in answers if a.run.route) or role is Role.PREFILL
 

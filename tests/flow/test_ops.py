@@ -59,7 +59,7 @@ class Served:
 
 async def raw(endpoint: str, request: bytes, tls: ssl.SSLContext | None = None) -> tuple[int, str]:
     host, port = endpoint.rsplit(":", 1)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         reader, writer = await asyncio.open_connection(host, int(port), ssl=tls, server_hostname="localhost" if tls else None)
         writer.write(request)
         answer = (await reader.read()).decode()
@@ -128,7 +128,7 @@ async def test_metrics_tell_of_the_kv_that_moved_and_of_what_went_wrong_with_it(
         writer.close()
         await writer.wait_closed()
         await s.cluster.settle()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (got := await s.metrics())["disagg_kv_garbage_connections_total{prefill,prefill-0}"] == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     num_bytes = 3 * sink.inbox.layout.entry_bytes(3)
@@ -171,7 +171,7 @@ async def test_a_wedged_pool_is_not_ready_though_its_worker_lives() -> None:
         assert (await s.get("/ready"))[0] == 200
         asking = asyncio.create_task(s.client.generate([5] * 500, max_tokens=5))
         status, body = 200, ""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while status == 200:
                 await asyncio.wait({asking}, timeout=0.05)
                 status, body = await s.get("/ready")
@@ -276,7 +276,7 @@ def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pem")
 
     def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=30)
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=120)
 
     openssl("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test-ca", "-days", "2")
     for name in ("server", "client"):
@@ -343,7 +343,7 @@ async def cli(*arguments: str) -> tuple[int, str]:
         stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, "COLUMNS": "200"},
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         out, _ = await process.communicate()
     assert process.returncode is not None
     return process.returncode, out.decode()
@@ -355,7 +355,7 @@ async def test_top_shows_what_happened_between_two_looks() -> None:
         looking = asyncio.create_task(cli("top", url, "--once", "--interval", "3"))
         while not looking.done():
             await s.client.generate([1, 2, 3], max_tokens=5)
-            await asyncio.wait({looking}, timeout=0.02)
+            await asyncio.wait({looking}, timeout=0.1)
         status, out = await looking
     assert status == 0, out
     assert "ready" in out

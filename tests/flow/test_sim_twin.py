@@ -79,7 +79,7 @@ async def measure(topologies: Sequence[Topology], trace: Sequence[TraceRequest])
     pytest.skip(f"this machine stalled for more than {MOST_LAG_S:g} s in each of {ATTEMPTS} attempts")
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timed
 async def test_live_and_twin_agree() -> None:
     trace = poisson(2.0, 30, 2500, 24, seed=4)
     topologies = [topology_of(mode) for mode in ("disagg", "colocated")]

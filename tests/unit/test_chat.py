@@ -9,7 +9,6 @@ import pytest
 
 from disagg.errors import InvalidRequestError, ModelError
 from disagg.front.chat import ChatTemplate
-from disagg.front.text import load_tokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -58,14 +57,3 @@ def test_a_source_that_is_no_template(tmp_path: Path) -> None:
 
 def test_no_template_is_none(tmp_path: Path) -> None:
     assert ChatTemplate.beside(tmp_path) is None
-
-
-@pytest.mark.real
-def test_the_bundled_model_equals_transformers(smollm2: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
-    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "2 + 2?"}]
-    expected = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=True, return_dict=False)
-    ours = load_tokenizer(smollm2)
-    assert ours is not None
-    assert ours.encode(beside(smollm2).render(talk), is_whole=False) == expected

@@ -172,7 +172,7 @@ def test_two_gets_at_once_make_one_model(tools: FakeTools, monkeypatch: pytest.M
     def slow_run(command: list[str], timeout_s: float, on_line: object) -> tuple[int, str]:
         if "pip" not in command:
             converting.set()
-            assert waiting.wait(10)
+            assert waiting.wait(60)
         return plain_run(command, timeout_s, on_line)
 
     def note(line: str) -> None:
@@ -182,9 +182,9 @@ def test_two_gets_at_once_make_one_model(tools: FakeTools, monkeypatch: pytest.M
     monkeypatch.setattr(store, "_run", slow_run)
     first = threading.Thread(target=get_model, args=("tiny",))
     first.start()
-    assert converting.wait(10)
+    assert converting.wait(60)
     get_model("tiny", note)
-    first.join(10)
+    first.join(60)
     assert (tools.downloads, tools.conversions) == (1, 1)
 
 
@@ -298,7 +298,7 @@ def resolve_in_fresh_process(hub: str, cache: Path, *, offline: bool = False) ->
     env = {"PATH": "/usr/bin:/bin", "HF_ENDPOINT": hub, "HF_HOME": str(cache), "HOME": str(cache)}
     if offline:
         env["HF_HUB_OFFLINE"] = "1"
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240, check=True)
 
 
 def test_resolve_hub_name_cached_reachable_unreachable_offline(tmp_path: Path) -> None:
@@ -322,22 +322,3 @@ def test_resolve_hub_name_cached_reachable_unreachable_offline(tmp_path: Path) -
 
 def test_hub_check_can_be_left_out(tmp_path: Path) -> None:
     assert resolve_model("some-org/some-model", tmp_path, check_hub=False) == "some-org/some-model"
-
-
-@pytest.mark.real
-def test_the_converted_model_speaks(smollm2: Path) -> None:
-    """Loaded by transformers, it finishes a sentence greedily; in a process of its own, to give the memory back."""
-    code = (
-        "import sys, torch; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "assert model.dtype == torch.bfloat16, model.dtype\n"
-        "ids = tokenizer('The capital of France is', return_tensors='pt')\n"
-        "print(tokenizer.decode(model.generate(**ids, max_new_tokens=8, do_sample=False)[0]))\n"
-        "print(tokenizer.apply_chat_template([{'role': 'user', 'content': 'Hi'}], tokenize=False))"
-    )
-    command = [sys.executable, "-W", "ignore", "-c", code, str(smollm2)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "Paris" in result.stdout
-    assert "<|im_start|>user\nHi<|im_end|>" in result.stdout

@@ -43,7 +43,7 @@ def setup(tmp_path: Path) -> Setup:
             env={"PATH": os.environ["PATH"], "PYTHON": python, "EXTRA": extra, **places, **env},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
             check=False,
         )
 

@@ -25,13 +25,16 @@ def simulation(topology: Any, requests: list[TraceRequest], settings: SimSetting
     return Simulation(topology, requests, settings, dispatcher=EagerDispatcher(), **more)
 
 
-@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
-def test_prefill_queue_is_m_d_1(load: float) -> None:
-    """Prompts of exactly one step each, Poisson: TTFT = D + R D^2 / (2 (1 - R D)), the mean of an M/D/1 queue."""
+@pytest.mark.parametrize(("load", "count"), [(0.3, 3_000), (0.6, 6_000), (0.8, 12_000)])
+def test_prefill_queue_is_m_d_1(load: float, count: int) -> None:
+    """Prompts of exactly one step each, Poisson: TTFT = D + R D^2 / (2 (1 - R D)), the mean of an M/D/1 queue.
+
+    The longer the queue, the more requests its mean needs.
+    """
     topology = sim_topology("disagg")
     service_s = step_model(topology.simulated(Role.PREFILL)).prefill_s(2048)
     rate = load / service_s
-    report = simulation(topology, poisson(rate, 12_000, 2048, 1, seed=3)).run()
+    report = simulation(topology, poisson(rate, count, 2048, 1, seed=3)).run()
     measured = np.mean(times([o.ttft_s for o in report.outcomes]))
     expected = service_s + rate * service_s**2 / (2 * (1 - rate * service_s))
     assert measured == pytest.approx(expected, rel=0.06)

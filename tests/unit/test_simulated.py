@@ -353,7 +353,7 @@ async def test_death_fails_what_runs_and_what_comes() -> None:
     assert engine.is_alive
     engine.die()
     assert not engine.is_alive
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await watcher
         failures = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(f, EngineError) for f in failures)
