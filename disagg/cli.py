@@ -30,6 +30,7 @@ COMMAND_MODULES = (
     "disagg.cli_sim",
     "disagg.cli_limits",
     "disagg.cli_profile",
+    "disagg.cli_plan",
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -94,29 +94,17 @@ def _shape(model: str | None, dtype: str | None, weights_gb: float | None) -> tu
         if weights_gb is None or model is not None:
             raise ConfigError(key="MODEL", value=model, expected="a model, or --weights-gb in its place: one of the two")
         return None, given or "bf16"
-    path = Path(model).expanduser()
-    if path.exists():
-        shape, configured = read_config(path)
-        return shape, given or configured
+    shape, configured = find_model(model)
+    return shape, given or configured
+
+
+def find_model(model: str) -> tuple[ModelShape, Dtype]:
+    """Shape and weights' type of a bundled name, a config.json, or a folder with one. Raises ConfigError."""
+    from disagg.perf.model_config import read_config
     from disagg.perf.shapes import find_shape
 
-    return find_shape(model), given or ("fp8" if "fp8" in model.lower() else "bf16")
-
-
-def read_config(path: Path) -> tuple[ModelShape, Dtype]:
-    """Shape and weights' type of a config.json or of the folder that holds one. Raises ConfigError."""
-    from disagg.errors import ConfigError
-    from disagg.perf.model_config import dtype_from_config, shape_from_config
-
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config: Any = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: {error}", key=str(file), expected="a Hugging Face config.json") from error
-    if not isinstance(config, dict):
-        raise ConfigError(key=str(file), value=config, expected="a Hugging Face config.json: a mapping")
-    config = {**config, **(config.get("text_config") or {})}
-    return shape_from_config(config, file.resolve().parent.name if file.name == "config.json" else file.stem), dtype_from_config(config)
+    path = Path(model).expanduser()
+    return read_config(path) if path.exists() else (find_shape(model), "fp8" if "fp8" in model.lower() else "bf16")
 
 
 def _sizes(

@@ -34,6 +34,8 @@ class _Strict(BaseModel):
 class SimulatedSettings(_Strict):
     """Timing of `engine.kind: simulated`: a model's shape on a device, by the roofline, times a clock speed.
 
+    `shape`: a bundled model's, or the path of a config.json.
+    `speculative_tokens`: drafted for each step and accepted with `speculative_acceptance` (perf/speculative.py; 0: none).
     `speed`: simulated seconds per real second (10 = ten times faster than the device; 0 = no waiting at all).
     `kv_bytes_per_token`: real bytes that stand for one token's KV in boxes and on the wire; a multiple of `tp`.
     `profile`: a file of `disagg profile`, whose step times and cache size then count instead of the roofline's; by default the engine's.
@@ -48,6 +50,8 @@ class SimulatedSettings(_Strict):
     tp: PositiveInt = 4
     dtype: Literal["bf16", "fp8", "int8", "int4"] = "bf16"
     kv_dtype: Literal["bf16", "fp8", "int8"] = "bf16"
+    speculative_tokens: Annotated[int, Field(ge=0, le=16)] = 0
+    speculative_acceptance: Annotated[float, Field(ge=0, le=1)] = 0.0
     speed: Annotated[float, Field(ge=0)] = 1.0
     kv_bytes_per_token: PositiveInt = 64
     block_tokens: PositiveInt = 16

@@ -13,8 +13,8 @@ from disagg.kv.form import NUMBER_BYTES
 from disagg.kv.layout import KvLayout, Packing
 from disagg.perf.hardware import find_device
 from disagg.perf.memory import placement_memory
+from disagg.perf.model_config import load_shape
 from disagg.perf.profile import Profile, load_profile
-from disagg.perf.shapes import find_shape
 from disagg.types import ModelInfo, Request
 
 
@@ -31,7 +31,7 @@ def simulated_layout(settings: SimulatedSettings) -> KvLayout:
         expected = f"an id below vocab_size ({settings.vocab_size})"
         raise ConfigError(key="simulated.eos_token_id", value=settings.eos_token_id, expected=expected)
     opaque = KvLayout(
-        model=f"simulated:{find_shape(settings.shape).name}:{settings.vocab_size}",
+        model=f"simulated:{load_shape(settings.shape).name}:{settings.vocab_size}",
         backend="simulated",
         dtype=settings.dtype,
         block_tokens=settings.block_tokens,
@@ -39,7 +39,7 @@ def simulated_layout(settings: SimulatedSettings) -> KvLayout:
         block_bytes=settings.block_tokens * settings.kv_bytes_per_token // settings.tp,
         num_ranks=settings.tp,
     )
-    heads = find_shape(settings.shape).num_kv_heads
+    heads = load_shape(settings.shape).num_kv_heads
     dtype = f"simulated-{settings.dtype}"
     head_dim, rest = divmod(settings.kv_bytes_per_token, 2 * heads * NUMBER_BYTES[dtype])
     if rest or (heads % settings.tp and settings.tp % heads):
@@ -60,7 +60,7 @@ def kv_cache_tokens(settings: SimulatedSettings) -> int:
         return settings.kv_cache_tokens
     if settings.profile is not None:
         return load_profile(settings.profile).kv_cache_tokens
-    shape, device = find_shape(settings.shape), find_device(settings.gpu)
+    shape, device = load_shape(settings.shape), find_device(settings.gpu)
     report = placement_memory(shape, device, settings.tp, settings.dtype, min_kv_tokens=settings.block_tokens, kv_dtype=settings.kv_dtype)
     if not report.fits:
         wanted = f"tp {report.needed_tp}" if report.needed_tp else "a larger device"

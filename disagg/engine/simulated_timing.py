@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from disagg.config import SimulatedSettings
 from disagg.engine.simulated_scheduler import Scheduled
 from disagg.perf.hardware import find_device
+from disagg.perf.model_config import load_shape
 from disagg.perf.profile import StepTimes, load_profile
 from disagg.perf.roofline import PrefillChunk, StepModel
-from disagg.perf.shapes import find_shape
+from disagg.perf.speculative import Speculation, SpeculativeSteps
 from disagg.types import StepRecord
 
 
@@ -22,7 +23,10 @@ def step_model(settings: SimulatedSettings) -> StepTimes:
         profile = load_profile(settings.profile)
         profile.check_model(settings.shape)
         return profile
-    return StepModel(find_shape(settings.shape), find_device(settings.gpu), settings.tp, settings.dtype, settings.kv_dtype)
+    model = StepModel(load_shape(settings.shape), find_device(settings.gpu), settings.tp, settings.dtype, settings.kv_dtype)
+    if not settings.speculative_tokens:
+        return model
+    return SpeculativeSteps(model, Speculation(settings.speculative_tokens, settings.speculative_acceptance))
 
 
 def plan_seconds(model: StepTimes, plan: Iterable[Scheduled]) -> float:

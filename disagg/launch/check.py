@@ -29,7 +29,7 @@ from disagg.launch.placement import Host, Placed, place, worker_specs
 from disagg.models import resolve_model
 from disagg.perf.hardware import Dtype, find_device
 from disagg.perf.memory import MemoryReport, placement_memory
-from disagg.perf.model_config import shape_from_config
+from disagg.perf.model_config import load_shape, shape_from_config
 from disagg.perf.shapes import ModelShape, find_shape
 from disagg.policy.feasibility import impossible
 from disagg.policy.priors import priors_of
@@ -172,7 +172,7 @@ def _shape(model: Path | str, notes: list[str]) -> ModelShape | None:
 
 def _simulated_memory(topology: Topology, role: Role) -> RoleMemory:
     s = topology.simulated(role)
-    report = placement_memory(find_shape(s.shape), find_device(s.gpu), s.tp, s.dtype, min_kv_tokens=s.block_tokens)
+    report = placement_memory(load_shape(s.shape), find_device(s.gpu), s.tp, s.dtype, min_kv_tokens=s.block_tokens, kv_dtype=s.kv_dtype)
     device = f"{s.tp} x {s.gpu} sim"
     problem = "" if report.fits or s.kv_cache_tokens else _too_large(report, device, s.shape, s.block_tokens)
     return RoleMemory(device, report.weights_bytes, s.kv_cache_tokens or report.kv_tokens, _overhead_bytes(topology, role), problem)
@@ -238,6 +238,10 @@ def _weights_dtype(args: dict[str, Any], notes: list[str]) -> Dtype:
         return "bf16"
     if str(quantization).startswith("fp8"):
         return "fp8"
+    if str(quantization).startswith(("awq", "gptq")):
+        return "int4"
+    if quantization == "compressed-tensors":
+        return "int8"  # 8 bits a weight, or 4
     note = f"quantization {quantization}: weights were counted as 16 bits each, which is too much"
     if note not in notes:
         notes.append(note)
@@ -245,7 +249,8 @@ def _weights_dtype(args: dict[str, Any], notes: list[str]) -> Dtype:
 
 
 def _kv_dtype(args: dict[str, Any]) -> Dtype:
-    return "fp8" if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else "bf16"
+    name = str(args.get("kv_cache_dtype", "auto"))
+    return "fp8" if name.startswith("fp8") else "int8" if name.startswith("int8") else "bf16"
 
 
 def _host_memory_problems(hosts: Sequence[Host], placed: Sequence[Placed], memory: dict[Role, RoleMemory]) -> list[str]:

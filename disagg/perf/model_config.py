@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
 from disagg.perf.hardware import Dtype
-from disagg.perf.shapes import Mla, ModelShape
+from disagg.perf.shapes import Mla, ModelShape, find_shape
 
 # Keys of models whose layers are not all attention over the whole context: their speed and memory follow other formulas.
 _HYBRID_KEYS = ("linear_num_key_heads", "mamba_d_state", "ssm_cfg", "layers_block_type", "rwkv_version", "state_size")
@@ -24,6 +26,25 @@ def find_dtype(name: str, key: str = "dtype") -> Dtype:
     if name.lower() not in _DTYPES:
         raise ConfigError(key=key, value=name, expected=f"one of {', '.join(sorted(set(_DTYPES.values())))}")
     return _DTYPES[name.lower()]
+
+
+def load_shape(ref: str) -> ModelShape:
+    """The bundled shape called `ref`, or that of a config.json (or a folder with one) at the path `ref`. Raises ConfigError."""
+    path = Path(ref).expanduser()
+    return read_config(path)[0] if path.suffix == ".json" or path.is_dir() else find_shape(ref)
+
+
+def read_config(path: Path) -> tuple[ModelShape, Dtype]:
+    """Shape and weights' type of a config.json or of the folder that holds one. Raises ConfigError."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config: Any = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: {error}", key=str(file), expected="a Hugging Face config.json") from error
+    if not isinstance(config, dict):
+        raise ConfigError(key=str(file), value=config, expected="a Hugging Face config.json: a mapping")
+    config = {**config, **(config.get("text_config") or {})}
+    return shape_from_config(config, file.resolve().parent.name if file.name == "config.json" else file.stem), dtype_from_config(config)
 
 
 def dtype_from_config(config: Mapping[str, Any]) -> Dtype:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from disagg.config import Topology
+from disagg.engine.simulated_timing import step_model
 from disagg.errors import ConfigError
 from disagg.perf.hardware import find_device
 from disagg.perf.profile import Profile, load_profile
 from disagg.perf.roofline import StepModel
-from disagg.perf.shapes import ModelShape, find_shape
+from disagg.perf.shapes import ModelShape
 from disagg.policy.step_cost import GENERIC, StepCost, from_roofline
 from disagg.types import Role
 
@@ -46,7 +47,7 @@ def _simulated(topology: Topology, role: Role) -> StepCost:
     s = topology.simulated(role)
     if s.profile is not None:
         return _profiled(load_profile(s.profile)).scaled(1.0 / s.speed if s.speed else 0.0)
-    return from_roofline(StepModel(find_shape(s.shape), find_device(s.gpu), s.tp, s.dtype, s.kv_dtype), s.speed)
+    return from_roofline(step_model(s), s.speed)
 
 
 def _profiled(profile: Profile) -> StepCost:

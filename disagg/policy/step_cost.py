@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from disagg.perf.roofline import PrefillChunk, StepModel
+from disagg.perf.profile import StepTimes
+from disagg.perf.roofline import PrefillChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +90,11 @@ _TYPICAL_BATCH = 64
 _MANY = 1 << 20
 
 
-def from_roofline(model: StepModel, speed: float = 1.0) -> StepCost:
+def from_roofline(model: StepTimes, speed: float = 1.0) -> StepCost:
     """The roofline's step, read off at a few points. `speed`: simulated seconds per real second (0: no time at all).
 
-    Of a dense model within 2 % where reading the weights or arithmetic alone bounds the step; around the ridge up to 13 % below.
+    Of a dense model within 2 % where reading the weights or arithmetic alone bounds the step; around the ridge up to 13 % below. With
+    speculative decoding a decode step's time counts for the base, which is less than a prompt's.
     """
     if speed == 0:
         return StepCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -103,6 +105,9 @@ def from_roofline(model: StepModel, speed: float = 1.0) -> StepCost:
     flat = one - free
     if per_token <= free:  # experts that few tokens leave unread: no ridge, the step just starts higher
         flat, free = max(0.0, _chunk_s(model, _TYPICAL_BATCH, 0, pair) - _TYPICAL_BATCH * per_token), per_token
+    alone = model.step_s((), 1, 0)
+    if alone < 0.9 * one:
+        flat = max(0.0, alone - free)
     over = per_token - free
     # Where the two lines meet: flat + free n = above + per_token n.
     above = _chunk_s(model, _MANY, 0, pair) - per_token * _MANY
@@ -112,7 +117,7 @@ def from_roofline(model: StepModel, speed: float = 1.0) -> StepCost:
     return StepCost(flat, over, free, pair, free + row, context, ridge).scaled(1.0 / speed)
 
 
-def _chunk_s(model: StepModel, tokens: int, cached: int, pair_s: float = 0.0) -> float:
+def _chunk_s(model: StepTimes, tokens: int, cached: int, pair_s: float = 0.0) -> float:
     """Seconds of a step with one prompt chunk, less its attention at `pair_s`."""
     chunk = PrefillChunk(tokens, cached)
     return model.step_s([chunk]) - pair_s * chunk.attention_pairs

@@ -15,7 +15,7 @@ from disagg.config import SloClass, Topology
 from disagg.engine.simulated_settings import simulated_model_info
 from disagg.errors import ConfigError, InvalidRequestError, nearest
 from disagg.kv.sizes import MAX_DEFAULT_BYTES
-from disagg.perf.shapes import find_shape
+from disagg.perf.model_config import load_shape
 from disagg.policy.decision import Grant, Refusal
 from disagg.sim.agenda import Agenda, Appointment
 from disagg.sim.attempt import Attempt
@@ -70,7 +70,7 @@ class Simulation:
         self.workers = _build_workers(self._agenda, topology, self.settings)
         first = topology.simulated(next(iter(topology.active_pools())))
         self._model = simulated_model_info(first, topology.model)
-        self._wire_bytes = self.settings.kv_bytes_per_token or find_shape(first.shape).kv_bytes_per_token()
+        self._wire_bytes = self.settings.kv_bytes_per_token or load_shape(first.shape).kv_bytes_per_token()
         self._classes = {c.name: c for c in topology.slo_classes}
         self._default_class = topology.slo_classes[0]
         self._dispatcher = dispatcher or make_dispatcher(topology, self._model)

@@ -1,0 +1,161 @@
+"""The planner: screen every plan by formulas, simulate the best few of each kind, compare the winners. Pure; same question, same answer.
+
+screened ──> the best two of disagg, the best two of colocated ──simulated──> their neighbours ──> adaptive on the winner's workers
+                                                                                 └──> verdict, its distance from flipping
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from disagg.errors import ConfigError
+from disagg.plan.candidate import Candidate
+from disagg.plan.flip import Flip, flips, turning_points
+from disagg.plan.question import Question, check
+from disagg.plan.screen import Screen
+from disagg.plan.search import Screened, adaptive_of, neighbours, screened
+from disagg.plan.trial import Figures, Trial, Trials, best_of
+from disagg.types import Mode
+
+FINALISTS = 2  # of each kind
+SHOWN = 5
+TOLERANCE = 0.04  # of a goodput
+CLEAR = 0.05  # by so much a goodput must be higher, for a plan to be called better: the noise of a search is about half of it
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`trials`: best goodput first. `at_rate`: figures of the first few at the workload's rate, or at the goodput where that is lower.
+
+    `disagg`, `colocated`: the best of each kind; `disagg` may be adaptive, and is None where no pair of pools fits the GPUs.
+    `turns`: changes that would turn the verdict, by the formulas' trend. `screened`: plans that the formulas saw; `runs`: simulations.
+    """
+
+    question: Question
+    trials: tuple[Trial, ...]
+    at_rate: tuple[Figures | None, ...]
+    disagg: Trial | None
+    colocated: Trial
+    chosen: Trial
+    verdict: str
+    flips: tuple[Flip, ...]
+    turns: tuple[str, ...]
+    screened: int
+    runs: int
+
+    @property
+    def ratio(self) -> float | None:
+        """Goodput of the best plan with two pools over that of the best colocated plan."""
+        if self.disagg is None or self.colocated.goodput_rps == 0:
+            return None
+        return self.disagg.goodput_rps / self.colocated.goodput_rps
+
+
+def make_plan(question: Question, say: Say = lambda text: None, *, with_flips: bool = True) -> Plan:
+    """Answer the question. `say` hears what is being done. Raises ConfigError for what no plan can do, naming what stands in the way."""
+    check(question)
+    say("screening")
+    screen, trials = Screen(question), Trials(question)
+    found = screened(screen)
+    if found[0].estimate_rps == 0:
+        raise ConfigError(_nothing_keeps(question, screen, found), key="slo", expected="targets that an idle cluster keeps")
+    race = _Race(screen, trials, say)
+    colocated = race.run([s for s in found if s.candidate.mode is Mode.COLOCATED])
+    disagg = race.run([s for s in found if s.candidate.mode is Mode.DISAGG])
+    assert colocated is not None
+    two_pools = disagg
+    if disagg is not None and (adaptive := adaptive_of(disagg.candidate, question)) is not None:
+        two_pools = best_of([disagg, race.try_out(adaptive, disagg.goodput_rps, disagg)])
+    chosen, verdict = judge(two_pools, colocated)
+    if chosen.goodput_rps == 0:
+        raise ConfigError(_nothing_holds(question, race.trials), key="slo", expected="targets or GPUs with more room")
+    ordered = sorted(race.trials, key=lambda t: (-t.goodput_rps, t.candidate.name))
+    at_rate = []
+    for trial in ordered[:SHOWN]:
+        rate = min(question.load.rate_rps, trial.goodput_rps)
+        at_rate.append(trials.at(trial.candidate, rate) if rate else None)
+    duels: tuple[Flip, ...] = ()
+    turns: tuple[str, ...] = ()
+    if with_flips and two_pools is not None:
+        duels = flips(question, two_pools, colocated, screen, say)
+        turns = turning_points(question, two_pools, colocated, screen)
+    runs = trials.num_runs + 2 * len(duels)
+    return Plan(question, tuple(ordered), tuple(at_rate), two_pools, colocated, chosen, verdict, duels, turns, len(found), runs)
+
+
+class _Race:
+    """Simulates candidates; keeps what it found."""
+
+    def __init__(self, screen: Screen, trials: Trials, say: Say) -> None:
+        self.trials: list[Trial] = []
+        self._screen = screen
+        self._runner = trials
+        self._say = say
+        self._bias = 1.0  # simulated over estimated goodput, of the last plan: where the next search begins
+
+    def run(self, ranked: Sequence[Screened]) -> Trial | None:
+        """The best of one kind: the finalists, then whatever beats them one step away."""
+        finalists = [s for s in ranked[:FINALISTS] if s.estimate_rps > 0] or list(ranked[:1])
+        if not finalists:
+            return None
+        best: Trial | None = None
+        self._bias = 1.0
+        for each in finalists:
+            trial = self.try_out(each.candidate, (each.estimate_rps or 1.0) * self._bias, best)
+            if each.estimate_rps and trial.goodput_rps:
+                self._bias = trial.goodput_rps / each.estimate_rps
+            best = trial if best is None else best_of([best, trial])
+        assert best is not None
+        for near in neighbours(self._screen, best.candidate):
+            best = best_of([best, self.try_out(near, best.goodput_rps or 1.0, best)])
+        return best
+
+    def try_out(self, candidate: Candidate, start_rps: float, rival: Trial | None = None) -> Trial:
+        """Its goodput; no further than is needed to see that it is below the rival's."""
+        known = next((t for t in self.trials if t.candidate == candidate), None)
+        if known is not None:
+            return known
+        self._say(f"simulating {candidate.name}")
+        if rival is None or not rival.goodput_rps:
+            trial = self._runner.goodput(candidate, start_rps, tolerance=TOLERANCE)
+        else:  # most lose already just above the rival's goodput, or a step below it
+            start_rps = min(start_rps, rival.goodput_rps * (1 + TOLERANCE))
+            trial = self._runner.goodput(candidate, start_rps, tolerance=TOLERANCE, enough_rps=rival.goodput_rps)
+        self.trials.append(trial)
+        return trial
+
+
+def judge(disagg: Trial | None, colocated: Trial) -> tuple[Trial, str]:
+    """(the plan to take, why). Where both are level the simpler one."""
+    if disagg is None:
+        return colocated, "colocated: the GPUs do not make two pools"
+    c, d = colocated.goodput_rps, disagg.goodput_rps
+    kind = "adaptive" if disagg.candidate.mode is Mode.ADAPTIVE else "disaggregate"
+    if c == 0 or d > c * (1 + CLEAR):
+        more = f"{d / c - 1:.0%} more goodput than the best colocated plan" if c else "no colocated plan keeps the targets"
+        return disagg, f"{kind}: {more} ({d:.2f} against {c:.2f} requests/s)"
+    if d < c * (1 - CLEAR):
+        less = f"colocated has {c / d - 1:.0%} more goodput" if d else "no plan with two pools keeps the targets"
+        return colocated, f"do not disaggregate: {less} ({c:.2f} against {d:.2f} requests/s)"
+    return colocated, f"stay colocated: {c:.2f} requests/s against {d:.2f} is no clear difference, and it is the simpler plan"
+
+
+def _nothing_keeps(question: Question, screen: Screen, found: Sequence[Screened]) -> str:
+    """Why even an idle cluster misses the targets: what the expected times are."""
+    s = screen.load.sample
+    widest = max(question.usable_degrees(question.device))
+    worker = screen.worker(question.device, widest)
+    alone, _, _ = worker.prefill(s, 8192)
+    prompt_s = float(sorted(alone)[int(question.level * (len(alone) - 1))])
+    return (
+        f"slo: none of {len(found)} plans keeps the targets, not even on idle workers: on {widest} x {question.device.name} expect "
+        f"{prompt_s * 1e3:.1f} ms for a prompt of the {question.level:.0%} quantile, and {worker.decode_s(1, screen.context) * 1e3:.1f} ms "
+        "for a token alone"
+    )
+
+
+def _nothing_holds(question: Question, trials: Sequence[Trial]) -> str:
+    seen = "; ".join(f"{t.candidate.name}: {t.limit()}" for t in trials[:3])
+    return f"slo: no simulated plan has {question.level:.0%} of the requests inside their class at any rate ({seen})"

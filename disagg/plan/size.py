@@ -1,0 +1,140 @@
+"""The inverse question: how many GPUs for a rate? Pure.
+
+The formulas' estimate finds the neighbourhood and one simulated goodput corrects it; simulations at the rate itself then find the smallest
+number of GPUs at which a plan keeps the wanted share inside its class. Little's law says what is in flight then. A rate too large
+to simulate is cut into equal cells, each a cluster of its own behind its own router; one router over all of them does no worse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from disagg.errors import ConfigError
+from disagg.plan.candidate import Candidate
+from disagg.plan.question import Question, check
+from disagg.plan.screen import Screen
+from disagg.plan.search import Screened, screened
+from disagg.plan.trial import Figures, Trials
+from disagg.types import Mode
+
+MOST_GPUS = 1 << 16
+CELL_GPUS = 32  # of one kind of plan; what needs more is cut into cells
+_TRIES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """`cells` equal clusters of `candidate` carry the rate. `figures`: of one of them, at its part of the rate."""
+
+    candidate: Candidate
+    cells: int
+    figures: Figures
+    runs: int
+
+    @property
+    def gpus(self) -> int:
+        return self.cells * self.candidate.gpus
+
+
+def find_sizes(question: Question, rate_rps: float, say: Callable[[str], None] = lambda text: None) -> list[Size]:
+    """The fewest GPUs for `rate_rps`, one plan of each kind, fewest first. Raises ConfigError where no number of GPUs would do."""
+    if not (rate_rps > 0 and math.isfinite(rate_rps)):
+        raise ConfigError(key="rate", value=rate_rps, expected="requests/s above 0")
+    found = []
+    for mode in (Mode.COLOCATED, Mode.DISAGG):
+        say(f"sizing {mode.value}")
+        size = _Sizing(question, mode, rate_rps, say).run()
+        if size is not None:
+            found.append(size)
+    if not found:
+        raise ConfigError(key="slo", value=question.load.trace.name, expected="targets that some number of GPUs keeps")
+    return sorted(found, key=lambda s: (s.gpus, s.candidate.name))
+
+
+class _Sizing:
+    """For one kind of plan: from the formulas' number of GPUs to the smallest that the simulator accepts."""
+
+    def __init__(self, question: Question, mode: Mode, rate_rps: float, say: Callable[[str], None]) -> None:
+        self._question = question
+        self._mode = mode
+        self._rate_rps = rate_rps
+        self._say = say
+        self._runs = 0
+
+    def run(self) -> Size | None:
+        step = self._step()
+        gpus = self._estimate(step)
+        if gpus is None:
+            return None
+        gpus = self._corrected(gpus, step)
+        cells = max(1, math.ceil(gpus / max(step, CELL_GPUS)))
+        least = step if self._mode is Mode.COLOCATED else 2 * step
+        best = self._walk(max(least, math.ceil(gpus / cells / step) * step), step, least, self._rate_rps / cells)
+        return None if best is None else replace(best, cells=cells, runs=self._runs)
+
+    def _corrected(self, gpus: int, step: int) -> int:
+        """The estimate, by how much more or less one simulated cell carries than the formulas say."""
+        cell = min(gpus, max(step, CELL_GPUS) // step * step)
+        question = self._question.with_gpus(cell)
+        first = self._ranked(question)[:1]
+        if not first:
+            return gpus
+        trials = Trials(question)
+        self._say(f"simulating {first[0].candidate.name}")
+        carried = trials.goodput(first[0].candidate, first[0].estimate_rps, tolerance=0.1).goodput_rps
+        self._runs += trials.num_runs
+        return max(step, math.ceil(cell * self._rate_rps / carried / step) * step) if carried else gpus
+
+    def _walk(self, gpus: int, step: int, least: int, rate_rps: float) -> Size | None:
+        """Down while it holds, up until it does."""
+        best: Size | None = None
+        for _ in range(_TRIES):
+            size = self._holds(gpus, rate_rps)
+            if size is not None:
+                best = size
+                gpus -= step
+                if gpus < least:
+                    break
+            elif best is not None:
+                break
+            else:
+                gpus += step * max(1, round(gpus / step * 0.15))
+        return best
+
+    def _holds(self, gpus: int, rate_rps: float) -> Size | None:
+        question = self._question.with_gpus(gpus)
+        try:
+            ranked = self._ranked(question)
+        except ConfigError:
+            return None
+        trials = Trials(question)
+        for each in ranked[:2]:
+            self._say(f"simulating {each.candidate.name} at {rate_rps:.1f} requests/s")
+            figures = trials.at(each.candidate, rate_rps)
+            self._runs += 1
+            if figures.attainment >= question.level:
+                return Size(each.candidate, 1, figures, 0)
+        return None
+
+    def _ranked(self, question: Question) -> list[Screened]:
+        return [s for s in screened(Screen(question)) if s.candidate.mode is self._mode and s.estimate_rps > 0]
+
+    def _step(self) -> int:
+        """GPUs by which a cluster grows: the smallest degree that holds the model."""
+        check(self._question.with_gpus(self._question.gpus_per_host * 2))
+        return min(self._question.with_gpus(self._question.gpus_per_host * 2).usable_degrees(self._question.device))
+
+    def _estimate(self, step: int) -> int | None:
+        """GPUs by the formulas: what a cluster of one or two hosts carries, scaled to the rate."""
+        gpus = 2 * step
+        while gpus <= 2 * self._question.gpus_per_host:
+            ranked = self._ranked(self._question.with_gpus(gpus))
+            if ranked:
+                carried = ranked[0].estimate_rps
+                if carried >= self._rate_rps or gpus == 2 * self._question.gpus_per_host:
+                    wanted = gpus * self._rate_rps / carried
+                    return min(MOST_GPUS, max(step if self._mode is Mode.COLOCATED else 2 * step, math.ceil(wanted / step) * step))
+            gpus *= 2
+        return None

@@ -1,0 +1,137 @@
+"""A plan as a topology file: vLLM's arguments for `disagg up`, simulated engines' settings for `disagg sim` and for trying it out. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import yaml
+
+from disagg.plan.candidate import Candidate, PoolPlan
+from disagg.plan.planner import Plan
+from disagg.plan.question import Question
+
+HUB_NAMES = {
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "llama-3.1-70b": "meta-llama/Llama-3.1-70B-Instruct",
+    "llama-3.1-405b": "meta-llama/Llama-3.1-405B-Instruct",
+    "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
+    "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
+    "llama-2-7b": "meta-llama/Llama-2-7b-chat-hf",
+    "llama-2-13b": "meta-llama/Llama-2-13b-chat-hf",
+    "llama-2-70b": "meta-llama/Llama-2-70b-chat-hf",
+    "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
+    "qwen2.5-14b": "Qwen/Qwen2.5-14B-Instruct",
+    "qwen2.5-32b": "Qwen/Qwen2.5-32B-Instruct",
+    "qwen2.5-72b": "Qwen/Qwen2.5-72B-Instruct",
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "qwen3-4b": "Qwen/Qwen3-4B",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "qwen3-14b": "Qwen/Qwen3-14B",
+    "qwen3-32b": "Qwen/Qwen3-32B",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1",
+    "mixtral-8x22b": "mistralai/Mixtral-8x22B-Instruct-v0.1",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "opt-13b": "facebook/opt-13b",
+    "opt-66b": "facebook/opt-66b",
+}
+_QUANTIZATION = {"bf16": None, "fp8": "fp8", "int8": "compressed-tensors", "int4": "awq"}
+_KV = {"bf16": "auto", "fp8": "fp8", "int8": "int8_per_token_head"}
+_CORES = 4  # of one worker
+
+
+def topology_text(plan: Plan, model: str | None = None) -> str:
+    """YAML of the chosen plan, with the best plan of the other kind beside it, so that `disagg ab` can compare both.
+
+    model: what the topology loads; None: the hub's usual name of the shape. Without either the engine is `simulated`.
+    """
+    question = plan.question
+    tree = _tree(plan, model or HUB_NAMES.get(question.shape.name))
+    said = [
+        f"{question.shape.name} on {question.gpus} GPUs, planned for {question.load.trace.name}: {plan.verdict}.",
+        "",
+        "  disagg check FILE                                 what goes where, and whether it fits",
+        "  disagg sim   FILE --set engine.kind=simulated --workload NAME --mode disagg --mode colocated",
+        "  disagg up    FILE --address auto --detach         on the cluster",
+        "  disagg up    FILE --set engine.kind=simulated --set pools.prefill.gpus=0 ...      without GPUs, each pool with gpus=0",
+    ]
+    if question.dtype in ("int8", "int4"):
+        said += [
+            "",
+            f"The model must be a checkpoint quantised to {question.dtype}; name it under `model`, and its method under `quantization`.",
+        ]
+    if question.speculation is not None:
+        s = question.speculation
+        said += [
+            "",
+            f"Speculative decoding was assumed ({s.tokens} tokens, {s.acceptance:.0%} accepted): add your engine.args.speculative_config.",
+        ]
+    if question.decode_device is not None:
+        said += ["", "Unlike GPUs: give each pool the hosts that it needs with `resources` (see two-nodes.yaml)."]
+    head = "\n".join(f"# {line}".rstrip() for line in said)
+    return f"{head}\n{yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=140)}"
+
+
+def _tree(plan: Plan, model: str | None) -> dict[str, Any]:
+    question, chosen = plan.question, plan.chosen.candidate
+    sides = [c for c in (plan.disagg.candidate if plan.disagg else None, plan.colocated.candidate) if c is not None]
+    pools = {name: _pool(pool, is_real=model is not None) for side in sides for name, pool in side.pools.items()}
+    longest = question.shape.max_context_tokens or question.load.longest_tokens
+    tree = {
+        "name": _name(question),
+        "model": model or question.shape.name,
+        "mode": chosen.mode.value,
+        "engine": {
+            "kind": "vllm" if model else "simulated",
+            "args": _args(question, longest) if model else {},
+            "simulated": _shared(question),
+        },
+        "pools": pools,
+        "slo_classes": [c.model_dump(exclude_none=True, exclude_defaults=True) for c in question.load.classes],
+    }
+    return tree | {"ray": _hosts(question, sides)} if model else tree
+
+
+def _name(question: Question) -> str:
+    plain = "".join(ch if ch.isalnum() else "-" for ch in f"{question.shape.name}-{question.gpus}gpu".lower()).strip("-")
+    return plain[:40]
+
+
+def _args(question: Question, longest: int) -> dict[str, Any]:
+    args: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_model_len": longest,
+        "block_size": 16,
+        "gpu_memory_utilization": 0.9,
+        "enable_prefix_caching": True,
+    }
+    if _QUANTIZATION[question.dtype]:
+        args["quantization"] = _QUANTIZATION[question.dtype]
+    if question.kv_dtype != "bf16":
+        args["kv_cache_dtype"] = _KV[question.kv_dtype]
+    return args
+
+
+def _shared(question: Question) -> dict[str, Any]:
+    settings = question.settings(question.device, 1).model_dump(exclude={"tp", "gpu", "max_num_batched_tokens", "max_num_seqs"})
+    kept = ("shape", "dtype", "kv_dtype", "max_model_len", "speculative_tokens", "speculative_acceptance")
+    return {key: settings[key] for key in kept}
+
+
+def _pool(pool: PoolPlan, *, is_real: bool) -> dict[str, Any]:
+    limits = {"max_num_batched_tokens": pool.chunk, "max_num_seqs": pool.max_seqs}
+    simulated = {"gpu": pool.device.name, "tp": pool.tp, **limits}
+    if not is_real:
+        return {"count": pool.count, "simulated": simulated}
+    args = {"tensor_parallel_size": pool.tp, **limits}
+    return {"count": pool.count, "gpus": pool.tp, "cores": _CORES, "args": args, "simulated": simulated}
+
+
+def _hosts(question: Question, sides: list[Candidate]) -> dict[str, Any]:
+    """Hosts for `disagg check`: as many as the plan fills, with cores for all their workers."""
+    per_host = question.gpus_per_host
+    hosts = max(math.ceil(side.gpus / per_host) for side in sides)
+    return {"hosts": hosts, "gpus_per_host": per_host, "cores_per_host": max(64, _CORES * per_host + 8), "gpu": question.device.name}

@@ -1,0 +1,192 @@
+"""`disagg plan`: one answer for one question, a topology that checks, the inverse by Little's law, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from disagg.cli import app
+from disagg.config import SloClass, load_topology
+from disagg.errors import ConfigError
+from disagg.launch import check as launch_check
+from disagg.launch.check import check_topology
+from disagg.perf.hardware import find_device
+from disagg.plan import size
+from disagg.plan.planner import Plan, make_plan
+from disagg.plan.question import check
+from disagg.plan.text import plan_json, plan_text, size_text
+from disagg.plan.write import topology_text
+from disagg.slo import little
+from disagg.types import Mode
+from tests.plan_rig import question
+
+LONG_PROMPTS = SloClass(name="chat", ttft_ms=2000, tpot_ms=22, if_missed="reject")
+
+
+@pytest.fixture(scope="module")
+def found() -> Plan:
+    return make_plan(question(inputs=3000, outputs=40, slo=LONG_PROMPTS, price=2.0))
+
+
+def test_the_same_question_has_the_same_answer(found: Plan) -> None:
+    again = make_plan(question(inputs=3000, outputs=40, slo=LONG_PROMPTS, price=2.0), with_flips=False)
+    assert plan_json(again)["plans"] == plan_json(found)["plans"]
+
+
+def test_long_prompts_and_quick_tokens_want_two_pools(found: Plan) -> None:
+    assert found.chosen.candidate.mode is not Mode.COLOCATED
+    assert found.ratio is not None
+    assert found.ratio > 1.05
+    assert "more goodput than the best colocated plan" in found.verdict
+    assert len(found.flips) == 5
+
+
+def test_long_answers_to_short_prompts_stay_colocated() -> None:
+    plan = make_plan(question(inputs=50, outputs=300), with_flips=False)
+    assert plan.chosen.candidate.mode is Mode.COLOCATED
+    assert "colocated" in plan.verdict
+
+
+def test_a_plan_in_words_and_as_values(found: Plan) -> None:
+    text, values = plan_text(found), plan_json(found)
+    assert found.verdict in text
+    assert "limit: " in text
+    assert "KV" in text
+    best = values["plans"][0]
+    assert best["goodput_rps_per_gpu"] == pytest.approx(best["goodput_rps"] / 8)
+    assert best["cost_per_million_output_tokens"] == pytest.approx(8 * 2.0 / (best["goodput_rps"] * 40 * 3600) * 1e6)
+    assert json.loads(json.dumps(values))["simulated"] is True
+
+
+def test_its_topology_checks_in_every_mode(found: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_check.importlib.util, "find_spec", lambda name: None)  # importing vLLM takes seconds
+    file = tmp_path / "plan.yaml"
+    file.write_text(topology_text(found))
+    loaded = load_topology(file)
+    assert loaded.mode == found.chosen.candidate.mode.value
+    simulated = {"engine.kind": "simulated", **{f"pools.{name}.gpus": 0 for name in ("prefill", "decode", "colocated")}}
+    for mode in (Mode.DISAGG, Mode.COLOCATED):
+        for changes, gpus in (({}, 4), (simulated, 0)):
+            report = check_topology(load_topology(file, {"mode": mode.value, **changes}), tmp_path)
+            assert report.problems == (), (mode, changes)
+            assert {placed.spec.gpus for placed in report.placed} == {gpus}
+
+
+def test_gpus_for_a_rate_by_littles_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(size, "CELL_GPUS", 8)
+    asked = question(inputs=800, outputs=30, requests=150)
+    few, many = (size.find_sizes(asked, rate)[0] for rate in (8.0, 64.0))
+    assert few.figures.attainment >= 0.9
+    assert (few.cells, few.gpus) == (1, 4)
+    assert many.cells > 1
+    assert 12 <= many.gpus <= 8 * few.gpus
+    text = size_text(asked, 64.0, [many])
+    assert f"= {little(64.0, many.figures.e2e_s):,.0f} requests in flight" in text
+
+
+def test_the_planner_simulates_unlike_gpus_and_speculation(tmp_path: Path) -> None:
+    plan = make_plan(question(gpus=8, decode_device=find_device("h200"), dtype="fp8", kv_dtype="fp8", requests=60), with_flips=False)
+    assert {p.device.name for trial in plan.trials for p in trial.candidate.pools.values()} == {"h100", "h200"}
+    file = tmp_path / "plan.yaml"
+    file.write_text(topology_text(plan))
+    args = load_topology(file).engine.args
+    assert (args["quantization"], args["kv_cache_dtype"]) == ("fp8", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "said"),
+    [
+        ({"gpus": 0}, "gpus", "at least 1"),
+        ({"gpus": 1, "degrees": ()}, "gpus", "at least 2 h100 (tp 2)"),
+        ({"degrees": (3,)}, "tp", "divide the 64 heads"),
+        ({"slo": SloClass(name="fast", ttft_ms=500, tpot_ms=5)}, "fast.tpot_ms", "a step reads 141.1 GB of weights"),
+        ({"slo": SloClass(name="fast", ttft_ms=10, tpot_ms=50)}, "fast.ttft_ms", "the prefill of 1,000 tokens"),
+        ({"level": 1.5}, "attainment", "at most 1"),
+    ],
+)
+def test_what_no_plan_can_do_is_refused_with_its_limit(change: dict[str, Any], key: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(question(**change))
+    assert caught.value.key == key
+    assert said in caught.value.message
+
+
+def test_targets_that_physics_allows_but_no_engine_keeps() -> None:
+    with pytest.raises(ConfigError, match="not even on idle workers"):
+        make_plan(question(slo=SloClass(name="fast", ttft_ms=500, tpot_ms=11)))
+
+
+WORKLOAD = """
+name: small
+duration_s: 30
+streams: [{name: s, arrivals: {poisson_per_s: 3}, input_tokens: 500, output_tokens: 20}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--gpu", "h1000"], "unknown device 'h1000'; did you mean"),
+        (["--model", "llama-3.1-7b"], "unknown model shape 'llama-3.1-7b'; did you mean"),
+        (["--slo", "chatt"], "did you mean 'chat'"),
+        (["--slo", "mine=5"], "NAME=TTFT/TPOT"),
+        (["--workload", "small.yml"], "small.yml"),
+        (["--gpus", "0"], "at least 1"),
+        (["--kv-dtype", "int4"], "bf16, fp8 or int8"),
+        (["--speculative", "4"], "TOKENS:ACCEPTANCE"),
+        (["--link", "string"], "GB/s"),
+        (["--rate", "-1"], "above 0"),
+        (["--model", "opt-13b", "--workload", "sim-mixed"], "requests of at most 2,048 tokens, the model's context"),
+    ],
+)
+def test_the_command_line_names_what_is_wrong(options: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "w.yaml").write_text(WORKLOAD)
+    given = {"--model": "llama-3.1-8b", "--gpu": "h100", "--workload": str(tmp_path / "w.yaml"), "--slo": "chat", "--gpus": "2"}
+    given |= dict(zip(options[::2], options[1::2], strict=True))
+    result = CliRunner().invoke(app, ["plan", *[part for pair in given.items() for part in pair]])
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_config_without_a_field_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "w.yaml").write_text(WORKLOAD)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 99})
+    )
+    options = ["--model", str(tmp_path), "--gpu", "h100", "--gpus", "2", "--workload", str(tmp_path / "w.yaml"), "--slo", "chat"]
+    result = CliRunner().invoke(app, ["plan", *options])
+    assert result.exit_code == 2
+    assert "num_attention_heads" in result.stderr
+
+
+def test_a_model_that_is_not_bundled_is_planned_from_its_config(tmp_path: Path) -> None:
+    config = {
+        "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 16, "intermediate_size": 8192,
+        "vocab_size": 128256, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "w.yaml").write_text(WORKLOAD)
+    out = tmp_path / "plan.yaml"
+    options = [
+        "--model",
+        str(tmp_path),
+        "--gpu",
+        "l40s",
+        "--gpus",
+        "1",
+        "--tp",
+        "1",
+        "--workload",
+        str(tmp_path / "w.yaml"),
+        "--slo",
+        "chat",
+    ]
+    result = CliRunner().invoke(app, ["plan", *options, "--no-flips", "--json", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["verdict"] == "colocated: the GPUs do not make two pools"
+    assert load_topology(out).engine.kind == "simulated", "the folder has no weights to load"
