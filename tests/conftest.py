@@ -18,3 +18,11 @@ def smollm2() -> Path:
     from disagg.models import get_model
 
     return get_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def quick_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small real model's first layers: for real engines whose answers need not make sense."""
+    from tests.machine import first_layers
+
+    return first_layers(smollm2, tmp_path_factory.mktemp("models") / "first-layers")

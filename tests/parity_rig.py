@@ -25,12 +25,12 @@ from disagg.front.gateway import Gateway
 from disagg.serving.start import start_worker
 from disagg.serving.worker_rpc_server import WorkerServer
 from disagg.types import Role
-from tests.machine import quick_dtype
+from tests.machine import QUICK_ARGS
 
 MODEL = "smollm2-135m"
 CHUNK_TOKENS = 128
 ENGINE_ARGS: dict[str, Any] = {
-    "dtype": quick_dtype(),
+    **QUICK_ARGS,
     "max_model_len": 1024,
     "max_num_batched_tokens": CHUNK_TOKENS,
     "max_num_seqs": 8,

@@ -152,8 +152,8 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def servers(smollm2: Path) -> AsyncIterator[Pair]:
-    async with pair(smollm2) as both:
+async def servers(quick_model: Path) -> AsyncIterator[Pair]:
+    async with pair(quick_model) as both:
         yield both
 
 

@@ -31,7 +31,7 @@ from disagg.kv.carriers.grpc import GrpcCarrier
 from disagg.serving.start import start_worker
 from disagg.serving.worker_rpc_server import WorkerServer
 from disagg.types import Chunk, Request, Role, Sampling, Token, new_id
-from tests.machine import quick_dtype
+from tests.machine import QUICK_ARGS
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -42,7 +42,7 @@ RAW: dict[str, Any] = {
     "engine": {
         # Not by VLLM_CPU_KVCACHE_SPACE: an environment variable would stay in this process, for the engines of later tests.
         "args": {
-            "dtype": quick_dtype(),
+            **QUICK_ARGS,
             "max_model_len": 4096,
             "max_num_batched_tokens": 512,
             "max_num_seqs": 32,
@@ -111,16 +111,16 @@ class Service:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def service(smollm2: Path) -> AsyncIterator[Service]:
+async def service(quick_model: Path) -> AsyncIterator[Service]:
     topology: Topology = parse_topology(RAW)
     colocated: Topology = parse_topology({**RAW, "mode": "colocated"})
     servers: list[WorkerServer] = []
     try:
         for which, role, cores in ((topology, Role.PREFILL, [0]), (topology, Role.DECODE, [1]), (colocated, Role.COLOCATED, [0])):
-            servers.append(await start_worker(which, role, f"{role}-0", str(smollm2), cores=cores))
+            servers.append(await start_worker(which, role, f"{role}-0", str(quick_model), cores=cores))
         for server in servers[:2]:
             await also_by_grpc(server)
-        gateway = await Gateway.start(topology, str(smollm2))
+        gateway = await Gateway.start(topology, str(quick_model))
         for role, server in zip((Role.PREFILL, Role.DECODE), servers[:2], strict=True):
             await gateway.pool.join(f"{role}-0", role, server.target)
         async with AsyncClient(gateway.endpoint) as client:
@@ -184,6 +184,8 @@ async def test_the_transfer_of_a_long_prompt_is_hidden(service: Service, carrier
         for _ in range(3):
             ttft_s, first_gap_s, step_s = await first_gaps(service, fresh_prompt(3000))
             shares.append((first_gap_s - step_s) / ttft_s)
+            if shares[-1] < share:
+                break
     record_property("exposed_share", shares)
     assert min(shares) < share, shares
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
 import statistics
 import time
@@ -29,6 +30,7 @@ from disagg.kv.inbox import Inbox
 from disagg.kv.layout import hash_tokens
 from disagg.kv.outbox import Outbox
 from disagg.types import FinishReason, KvAddress, Prefilled, Request, Sampling, Token, Transfer, new_id
+from tests.machine import QUICK_ARGS
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
@@ -36,9 +38,9 @@ LENGTHS = [1, 5, 31, 32, 33, 63, 64, 65, 200, 511, 512, 513, 1500, 3000]
 CHUNK_TOKENS = 512
 CONTEXT_TOKENS = 3200
 BLOCK_TOKENS = 32
-KV_BYTES_PER_BLOCK = 30 * 24576
+WIDTH = 2 if QUICK_ARGS["dtype"] == "bfloat16" else 4
 GREEDY = Sampling(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=2)
-ARGS: dict[str, Any] = {"max_num_batched_tokens": CHUNK_TOKENS, "max_model_len": CONTEXT_TOKENS, "max_num_seqs": 16}
+ARGS: dict[str, Any] = {**QUICK_ARGS, "max_num_batched_tokens": CHUNK_TOKENS, "max_model_len": CONTEXT_TOKENS, "max_num_seqs": 16}
 WAIT_S = 60.0
 
 
@@ -110,15 +112,17 @@ async def drain(chunks: Any) -> tuple[list[Token], FinishReason | None]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(smollm2: Path) -> AsyncIterator[Cluster]:
+async def cluster(quick_model: Path) -> AsyncIterator[Cluster]:
     boxes = [Box(256 << 20, name) for name in ("outbox", "inbox", "unused")]
-    blocks = CONTEXT_TOKENS // BLOCK_TOKENS + 1
-    small = {**ARGS, "kv_cache_memory_bytes": blocks * KV_BYTES_PER_BLOCK}
-    large = {**ARGS, "kv_cache_memory_bytes": 4 * blocks * KV_BYTES_PER_BLOCK}
+    model = json.loads((quick_model / "config.json").read_text())
+    token_bytes = model["num_hidden_layers"] * 2 * model["num_key_value_heads"] * model["head_dim"] * WIDTH
+    context_bytes = (CONTEXT_TOKENS + BLOCK_TOKENS) * token_bytes
+    small = {**ARGS, "kv_cache_memory_bytes": context_bytes}
+    large = {**ARGS, "kv_cache_memory_bytes": 4 * context_bytes}
     started: list[VllmEngine] = []
     try:
         for name, args, core in (("prefill", large, 0), ("decode", small, 1), ("colocated", large, 0)):
-            started.append(await start_vllm_engine(str(smollm2), args, boxes[0 if name == "prefill" else 2], boxes[1], name, [core]))
+            started.append(await start_vllm_engine(str(quick_model), args, boxes[0 if name == "prefill" else 2], boxes[1], name, [core]))
         prefill, decode, colocated = started
         assert prefill.layout == decode.layout == colocated.layout
         carrier = LoopbackCarrier()
@@ -223,12 +227,12 @@ async def test_a_prefix_evicted_before_its_use_is_computed_again(cluster: Cluste
 
 
 @pytest.mark.parametrize("form", ["blocks/int8", "blocks/fp8"])
-async def test_quantised_frames_are_half_as_large_and_nearly_right(cluster: Cluster, form: str) -> None:
+async def test_quantised_frames_are_smaller_and_nearly_right(cluster: Cluster, form: str) -> None:
     request = request_of(fresh_prompt(500), max_tokens=4)
     before = cluster.inbox.counters.bytes
     got, _ = await cluster.answer(request, form)
     share = (cluster.inbox.counters.bytes - before) / cluster.inbox.layout.entry_bytes(500)
-    assert 0.5 < share < 0.51
+    assert 1.0 < share * WIDTH < 1.04  # one byte for each number, and the scales
     want, _ = await cluster.expected(request)
     assert got[0] == want[0], "the first token is the prefill engine's own"
     assert_equal_or_near_tie(got, want, within=0.5)
@@ -241,7 +245,7 @@ async def test_the_answer_depends_on_every_part_of_the_kv(cluster: Cluster, dama
     prefilled, entry = await cluster.staged(request)
     box = cluster.inbox.box.buffer
     if damage == "one flipped bit":
-        box[entry.offset + 3 * cluster.decode.layout.slab_bytes + 1] ^= 0x40  # an exponent bit of one key
+        box[entry.offset + 3 * cluster.decode.layout.slab_bytes + WIDTH - 1] ^= 0x40  # an exponent bit of one key
     else:
         at = entry.offset + 2 * cluster.decode.layout.slab_bytes
         box[at : at + cluster.decode.layout.slab_bytes] = bytes(cluster.decode.layout.slab_bytes)
@@ -328,14 +332,14 @@ async def test_the_end_token_ends_unless_ignored_or_too_early(cluster: Cluster) 
 
 async def test_a_preempted_decode_recomputes_and_finishes(cluster: Cluster) -> None:
     before = cluster.decode.state().preemptions
-    requests = [request_of(fresh_prompt(1400), max_tokens=300) for _ in range(2)]
+    requests = [request_of(fresh_prompt(1580), max_tokens=60) for _ in range(2)]  # 100 of the 101 blocks, and they grow
     staged = [await cluster.staged(request) for request in requests]
     decodes = [cluster.decode.decode(r, prefilled, entry) for r, (prefilled, entry) in zip(requests, staged, strict=True)]
     answers = await asyncio.gather(*(drain(chunks) for chunks in decodes))
     assert cluster.decode.state().preemptions > before, "the decode engine had room for both: this test cannot fail"
     for request, (prefilled, _), (tokens, finish) in zip(requests, staged, answers, strict=True):
-        assert (len(tokens), finish) == (299, FinishReason.LENGTH)
-        # Hundreds of steps beside another request, then all recomputed in chunks: roundings of bfloat16 logits (steps of 0.125) add up.
+        assert (len(tokens), finish) == (59, FinishReason.LENGTH)
+        # Many steps beside another request, then all recomputed in chunks: roundings of bfloat16 logits (steps of 0.125) add up.
         assert_equal_or_near_tie([prefilled.first, *tokens], (await cluster.expected(request))[0], within=0.26)
 
 
@@ -352,6 +356,8 @@ async def test_the_hand_over_of_a_long_prompt_is_hidden(cluster: Cluster) -> Non
             at_s += [time.perf_counter() async for _ in chunks]
         step_s = statistics.median(b - a for a, b in itertools.pairwise(at_s))
         shares.append((at_s[0] - prefilled_s - step_s) / (prefilled_s - began_s))
+        if shares[-1] < 0.05:
+            break
     assert min(shares) < 0.05, shares
 
 

@@ -21,6 +21,7 @@ from disagg.errors import ConfigError, EngineError
 from disagg.kv.box import Box
 from disagg.types import Request, Sampling, new_id
 from tests.fake_entries import FakeOutboxEntry
+from tests.machine import QUICK_ARGS
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -29,7 +30,7 @@ ARGS: dict[str, Any] = {
     "max_model_len": 2048,
     "max_num_seqs": 4,
     "kv_cache_memory_bytes": 64 << 20,
-    "enforce_eager": True,
+    **QUICK_ARGS,
 }
 WAIT_S = 120.0
 
@@ -49,9 +50,9 @@ WORKER = """
 """
 
 
-async def test_a_killed_engine_process_fails_all_calls_at_once(smollm2: Path) -> None:
+async def test_a_killed_engine_process_fails_all_calls_at_once(quick_model: Path) -> None:
     outbox, inbox = Box(64 << 20, "outbox"), Box(1 << 20, "inbox")
-    engine = await start_vllm_engine(str(smollm2), ARGS, outbox, inbox, "victim", [0])
+    engine = await start_vllm_engine(str(quick_model), ARGS, outbox, inbox, "victim", [0])
     try:
         requests = [Request(new_id(), tuple(range(100, 100 + n)), Sampling(max_tokens=1000, ignore_eos=True)) for n in (50, 60)]
         streams = [engine.generate(request) for request in requests]
@@ -89,11 +90,11 @@ def num_lifelines(worker_pid: int) -> int:
 
 
 @pytest.mark.parametrize("when", ["loading", "serving"])
-def test_a_killed_worker_leaves_no_engine(smollm2: Path, when: str, tmp_path: Path) -> None:
+def test_a_killed_worker_leaves_no_engine(quick_model: Path, when: str, tmp_path: Path) -> None:
     psutil = pytest.importorskip("psutil")
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER))
-    worker = subprocess.Popen([sys.executable, str(script), str(smollm2), repr(ARGS)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    worker = subprocess.Popen([sys.executable, str(script), str(quick_model), repr(ARGS)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         if when == "serving":
             assert worker.stdout is not None
@@ -110,7 +111,7 @@ def test_a_killed_worker_leaves_no_engine(smollm2: Path, when: str, tmp_path: Pa
     assert not alive, alive
 
 
-async def test_a_model_that_cannot_be_handed_over_is_refused(smollm2: Path) -> None:
+async def test_a_model_that_cannot_be_handed_over_is_refused(quick_model: Path) -> None:
     box = Box(1 << 20, "unused")
     with pytest.raises(ConfigError, match="does not start"):
-        await start_vllm_engine(str(smollm2), {**ARGS, "kv_cache_memory_bytes": 1 << 20}, box, box, "small", [0])
+        await start_vllm_engine(str(quick_model), {**ARGS, "kv_cache_memory_bytes": 1 << 20}, box, box, "small", [0])
