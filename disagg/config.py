@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from disagg.cpu import fastest_dtype
 from disagg.errors import ConfigError, nearest
 from disagg.types import Mode, Role
 
@@ -347,8 +348,9 @@ class Topology(_Strict):
         return self.model_validate({**self.model_dump(), "mode": mode.value})
 
     def engine_args(self, role: Role) -> dict[str, Any]:
-        """vLLM arguments of one pool: the engine's, overridden by the pool's."""
-        return {**self.engine.args, **self.active_pools()[role].args}
+        """vLLM arguments of one pool: the engine's, overridden by the pool's. `dtype: fastest` becomes what is fastest on this machine."""
+        args = {**self.engine.args, **self.active_pools()[role].args}
+        return args | {"dtype": fastest_dtype()} if args.get("dtype") == "fastest" else args
 
     def engine_env(self, role: Role) -> dict[str, str]:
         """Environment of one pool's worker processes."""

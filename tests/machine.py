@@ -8,16 +8,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from disagg.cpu import fastest_dtype
+
+DTYPE = {"float32": "float32", "auto": "bfloat16"}[fastest_dtype()]  # auto: the small model's own
 LAYERS = os.environ.get("DISAGG_TEST_LAYERS", "6")
 
 
-def quick_dtype() -> str:
-    """bfloat16 where the CPU has wide vectors; else float32, because PyTorch then multiplies bfloat16 matrices number by number."""
-    return "bfloat16" if "avx512f" in Path("/proc/cpuinfo").read_text() else "float32"
-
-
 # Without torch.compile, which costs each new set of arguments a minute and more of a core. test_ray_real.py runs the compiled engines.
-QUICK_ARGS: dict[str, Any] = {"dtype": quick_dtype(), "enforce_eager": True}
+QUICK_ARGS: dict[str, Any] = {"dtype": DTYPE, "enforce_eager": True}
 
 
 def first_layers(model: Path, into: Path, layers: str = LAYERS) -> Path:
@@ -32,7 +30,9 @@ def first_layers(model: Path, into: Path, layers: str = LAYERS) -> Path:
     config = json.loads((model / "config.json").read_text())
     kept = range(min(int(layers), config["num_hidden_layers"]))
     beginnings = tuple(f"model.layers.{i}." for i in kept)
-    weights = {n: w for n, w in load_file(model / "model.safetensors").items() if not n.startswith("model.layers.") or n.startswith(beginnings)}
+    weights = {
+        n: w for n, w in load_file(model / "model.safetensors").items() if not n.startswith("model.layers.") or n.startswith(beginnings)
+    }
     into.mkdir(parents=True)
     save_file(weights, into / "model.safetensors", metadata={"format": "pt"})
     (into / "config.json").write_text(json.dumps(config | {"num_hidden_layers": len(kept)}))

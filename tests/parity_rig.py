@@ -71,7 +71,7 @@ async def pair(folder: Path) -> AsyncIterator[Pair]:
         gateway = await Gateway.start(topology(), str(folder))
         stack.push_async_callback(gateway.close)
         workers = []
-        for role, core in ((Role.PREFILL, 0), (Role.DECODE, 1)):
+        for role, core in ((Role.PREFILL, 1), (Role.DECODE, 0)):
             worker = await start_worker(topology(), role, f"{role}-0", str(folder), cores=[core])
             stack.push_async_callback(worker.close)
             await gateway.pool.join(f"{role}-0", role, worker.target)
@@ -87,7 +87,7 @@ async def pair(folder: Path) -> AsyncIterator[Pair]:
 async def _vllm_app(folder: Path) -> AsyncIterator[Any]:
     """vLLM's own server, as `vllm serve` makes it."""
     args = _server_args(folder)
-    env = {k: v for k, v in engine_environment("", [1], {}).items() if not k.startswith("DISAGG_")}
+    env = {k: v for k, v in engine_environment("", [0], {}).items() if not k.startswith("DISAGG_")}
     old = {name: os.environ.get(name) for name in env}
     os.environ.update(env)
     try:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from disagg.config import GIB, Topology, load_topology
+from disagg.cpu import fastest_dtype
 from disagg.errors import ModelError
 from disagg.models import resolve_model
 
@@ -65,6 +66,7 @@ def run_checks(topology_file: Path | None = None, *, start_ray: bool = True) -> 
         check_package("ray", "disagg", needed=True),
         check_package("grpcio", "disagg", needed=True),
         check_cores(topology),
+        *check_dtype(topology if needs_vllm and not gpus else None),
         check_memory(topology if needs_vllm else None),
         check_gpus(gpus, topology),
         check_shared_memory(),
@@ -119,6 +121,18 @@ def check_cores(topology: Topology | None) -> Check:
     if have < wanted:
         return Check("CPU cores", "warn", f"{have}; the pools ask for {wanted}", "lower pools.*.count or cores, or add machines to Ray")
     return Check("CPU cores", "ok", f"{have}; {wanted} asked for")
+
+
+def check_dtype(topology: Topology | None) -> list[Check]:
+    """A row where real engines would compute on this CPU in a number format that it is slow in."""
+    if topology is None:
+        return []
+    best = fastest_dtype()
+    asked = {str(topology.engine_args(role).get("dtype", "auto")) for role in topology.active_pools()}
+    if best == "auto" or asked == {best}:
+        return [Check("dtype", "ok", f"{', '.join(sorted(asked))} suits this CPU")]
+    found = f"{', '.join(sorted(asked - {best}))}: this CPU has no AVX-512, so 16-bit matrix products take a multiple of float32's time"
+    return [Check("dtype", "warn", found, "--set engine.args.dtype=fastest")]
 
 
 def check_memory(topology: Topology | None) -> Check:

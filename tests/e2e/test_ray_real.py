@@ -27,7 +27,6 @@ from disagg.types import Token
 pytestmark = [pytest.mark.real, pytest.mark.ray, pytest.mark.timeout(600)]
 
 FILE = Path(__file__).parents[2] / "cluster" / "topologies" / "cpu-1p1d.yaml"
-TOPOLOGY = load_topology(FILE, {"gateway.port": 0, "gateway.http_port": None})
 MAX_TOKENS = 48
 # Logits are bf16: neighbours around 16 to 32 are 0.125 apart, so other batch shapes may swap tokens this close.
 NEAR_TIE = 0.15
@@ -35,10 +34,11 @@ BACK_WITHIN_S = 180.0
 
 
 @pytest.fixture(scope="module")
-def deployment(smollm2: Path) -> Iterator[Deployment]:
-    with RaySession.start([TOPOLOGY]) as session:
+def deployment(quick_model: Path) -> Iterator[Deployment]:
+    topology = load_topology(FILE, {"gateway.port": 0, "gateway.http_port": None, "model": str(quick_model)})
+    with RaySession.start([topology]) as session:
         mark = session.mark or ""
-        up = Deployment.up(session, TOPOLOGY, base_dir=FILE.parent)
+        up = Deployment.up(session, topology, base_dir=FILE.parent)
         family = [each for worker in up.status().workers if worker.report for each in descendants(worker.report.pid)]
         assert family, "the engines have processes of their own"
         yield up

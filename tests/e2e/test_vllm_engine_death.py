@@ -94,7 +94,9 @@ def test_a_killed_worker_leaves_no_engine(quick_model: Path, when: str, tmp_path
     psutil = pytest.importorskip("psutil")
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER))
-    worker = subprocess.Popen([sys.executable, str(script), str(quick_model), repr(ARGS)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    worker = subprocess.Popen(
+        [sys.executable, str(script), str(quick_model), repr(ARGS)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     try:
         if when == "serving":
             assert worker.stdout is not None

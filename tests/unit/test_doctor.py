@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from disagg import cpu
 from disagg.cli import app
 from disagg.config import parse_topology
 from disagg.errors import ConfigError
 from disagg.launch import doctor
+from disagg.types import Role
 
 SIMULATED = """
 model: llama-3.1-70b
@@ -168,3 +170,30 @@ def test_ray_that_hangs_is_ended_at_the_deadline(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(doctor, "_START_RAY", "import time; time.sleep(60)")
     monkeypatch.setattr(doctor, "RAY_TIMEOUT_S", 0.3)
     assert "no answer" in doctor.check_ray().found
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "state"),
+    [
+        ("sse4_2 avx avx2", "bfloat16", "warn"),
+        ("sse4_2 avx avx2", None, "warn"),
+        ("sse4_2 avx avx2", "float32", "ok"),
+        ("sse4_2 avx avx2", "fastest", "ok"),
+        ("avx2 avx512f avx512_bf16", "bfloat16", "ok"),
+    ],
+)
+def test_a_dtype_that_the_cpu_is_slow_in_warns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str, dtype: str | None, state: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : fpu {flags} sse\n")
+    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(cpu.platform, "machine", lambda: "x86_64")
+    args = {"dtype": dtype} if dtype else {}
+    topology = parse_topology({"model": "m", "engine": {"args": args}, "pools": {"prefill": {"count": 1}, "decode": {"count": 1}}})
+    (check,) = doctor.check_dtype(topology)
+    assert check.state == state
+    assert (check.mend == "") == (state == "ok")
+    expected = "float32" if "512" not in flags else "auto"
+    assert cpu.fastest_dtype() == expected
+    if dtype == "fastest":
+        assert topology.engine_args(Role.DECODE)["dtype"] == expected

@@ -22,6 +22,7 @@ RANKS: tuple[tuple[str, int], ...] = (
     ("disagg", 0),
     ("disagg.types", 0),
     ("disagg.errors", 0),
+    ("disagg.cpu", 0),
     ("disagg.config", 1),
     ("disagg.slo", 1),
     ("disagg.trac*", 1),
