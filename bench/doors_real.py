@@ -31,11 +31,18 @@ from typing import Any
 
 from bench.micro.gateway_load import answer, cpu_s, say
 from disagg.config import Topology, parse_topology
+from disagg.cpu import fastest_dtype
 from disagg.types import Role
 
 MODEL = "smollm2-135m"
 INPUT_TOKENS, OUTPUT_TOKENS = 64, 32
-ARGS = {"dtype": "bfloat16", "max_model_len": 2048, "max_num_batched_tokens": 512, "max_num_seqs": 32, "kv_cache_memory_bytes": 256 << 20}
+ARGS = {
+    "dtype": fastest_dtype(),
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 512,
+    "max_num_seqs": 32,
+    "kv_cache_memory_bytes": 256 << 20,
+}
 VLLM_BENCH = """
 import argparse, asyncio, sys
 from vllm.benchmarks import serve

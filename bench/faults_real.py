@@ -42,11 +42,12 @@ RAW: dict[str, Any] = {
     "model": "smollm2-135m",
     "engine": {
         "args": {
-            "dtype": "bfloat16",
+            "dtype": "fastest",
+            "enforce_eager": True,
             "max_model_len": 2048,
             "max_num_batched_tokens": 512,
             "max_num_seqs": 8,
-            "kv_cache_memory_bytes": 256 << 20,
+            "kv_cache_memory_bytes": 512 << 20,
             "enable_prefix_caching": False,  # so that every answer is computed whole
         }
     },

@@ -3,18 +3,18 @@
     python -m bench.kv_quality [--prompts 200] [--tokens 192] [--without-engine] [--json]
 
 Each prompt is prefilled once for each form and decoded on another engine from that form's KV; neither engine caches prefixes. Against the
-same prompt with bfloat16 frames:
+same prompt with unquantised frames (bfloat16; float32 on CPUs that are slow in bfloat16):
 
 top1            share of prompts whose likeliest token after the first one is the same
 kl              mean and largest KL divergence (nats) of the distribution there, over the 100 likeliest tokens and all others as one
 same4           share of prompts whose first four decoded tokens are the same (greedy)
-bytes           payload of a transfer, as a share of bfloat16's
+bytes           payload of a transfer, as a share of what unquantised frames move
 
 `--without-engine`: the same model, prompts and quantisers in transformers, weights in float32 and KV rounded to bfloat16 first: whole
 distributions instead of the likeliest, one decoded token, and both ways of grouping scales, by token and head (form tokens) and by block of
 32 tokens and head (form blocks). It needs no vLLM and no quiet machine.
 
-`repeat` is bfloat16 once more: what the engines themselves vary by. The text is that of Python's own manual (pydoc_data.topics).
+`repeat` is the unquantised form once more: what the engines themselves vary by. The text is Python's own manual (pydoc_data.topics).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 from disagg.types import Sampling, Token
 
-FORMS = {"bfloat16": "blocks", "repeat": "blocks", "int8": "blocks/int8", "fp8": "blocks/fp8"}
+FORMS = {"stored": "blocks", "repeat": "blocks", "int8": "blocks/int8", "fp8": "blocks/fp8"}
 TOP = 100
 DECODED = 4
 
@@ -61,7 +61,7 @@ async def measure(num_prompts: int, num_tokens: int) -> list[dict[str, Any]]:
                 before = pair.d.inbox.counters.bytes
                 found[name].append((await pair.ask(prompt, sampling, form)).tokens)
                 moved[name] += pair.d.inbox.counters.bytes - before
-    return [compare(name, found[name], found["bfloat16"], moved[name] / moved["bfloat16"]) for name in FORMS if name != "bfloat16"]
+    return [compare(name, found[name], found["stored"], moved[name] / moved["stored"]) for name in FORMS if name != "stored"]
 
 
 def prompts(count: int, num_tokens: int) -> list[tuple[int, ...]]:
