@@ -225,6 +225,7 @@ class WorkerChannel:
     inbox: BoxMemory
     listener: Listener
     address: str = field(default_factory=lambda: _address_prefix() + secrets.token_hex(8))
+    _is_up: bool = False  # a rank has said hello
     _server: socket.socket | None = None
     _peers: set[_Peer] = field(default_factory=set)
     _loop: asyncio.AbstractEventLoop | None = None
@@ -337,6 +338,7 @@ class WorkerChannel:
             sizes = msgpack.packb(["boxes", self.outbox.num_bytes, self.inbox.num_bytes])
             socket.send_fds(peer.sock, [sizes], [self.outbox.fd, self.inbox.fd])
         elif kind == "hello":
+            self._is_up = True
             self.listener.on_hello(*rest)
         elif kind == "refused":
             self.listener.on_refused(rest[1])
@@ -344,7 +346,10 @@ class WorkerChannel:
     def _lost(self, peer: _Peer) -> None:
         had_ranks = any(p.rank is not None for p in self._peers)
         self._drop(peer)
-        self.listener.on_process_lost()
+        # vLLM starts short-lived processes of its own while it starts (to look at the model's class, once per cache): they load plugins,
+        # so they hold a lifeline, and their end is no loss. That of a process it needs makes its start fail by itself.
+        if self._is_up or peer.rank is not None or peer.answers_lookups:
+            self.listener.on_process_lost()
         if had_ranks and not any(p.rank is not None for p in self._peers):
             self.listener.on_ranks_lost()
 

@@ -89,6 +89,27 @@ async def test_a_killed_engine_is_noticed_and_its_entries_are_ended(worker: Any)
         process.communicate()
 
 
+HELPER = "from disagg.engine.vllm_channel import hold_lifeline; hold_lifeline()"
+
+
+async def test_a_helper_process_that_ends_while_the_engine_starts_is_no_loss(worker: Any) -> None:
+    """vLLM looks at a model's class in a process that ends, when its cache does not know it yet."""
+    channel, ledger = worker
+    env = {**os.environ, ADDRESS_ENV: channel.address}
+    helper = await asyncio.create_subprocess_exec(sys.executable, "-c", HELPER, env=env)
+    assert await asyncio.wait_for(helper.wait(), WAIT_S) == 0
+    process = start_engine(channel.address)
+    try:
+        await asyncio.wait_for(ledger.ready.wait(), WAIT_S)
+        assert not ledger.dead.is_set()
+        helper = await asyncio.create_subprocess_exec(sys.executable, "-c", HELPER, env=env)
+        await asyncio.wait_for(ledger.dead.wait(), WAIT_S)  # once it serves, every process counts
+        assert await helper.wait() == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.parametrize("how", ["bye", "closed"])
 async def test_an_engine_does_not_outlive_its_worker(worker: Any, how: str) -> None:
     channel, ledger = worker
