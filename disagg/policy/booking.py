@@ -40,7 +40,7 @@ class Booking:
         self._reserved_output = ask.kv_tokens - ask.context_tokens
         self._kv_tokens = ask.kv_tokens if holds_kv else 0
         self._source_kv_tokens = 0 if pair.is_colocated else ask.context_tokens
-        self._spread_tokens = ask.spread_tokens
+        self._spread, self._spread_tokens = ask.spread, ask.spread_tokens
         self.box_bytes = ask.box_bytes
         self._busy_s = pair.second.busy_s
         self._arrives_s = now_s + pair.first.wait_s + pair.first.prefill_s + pair.transfer_s - pair.second.busy_s
@@ -69,7 +69,7 @@ class Booking:
         if self._in_boxes:
             a.outbox_bytes += self.box_bytes
             sink.accounts.inbox_bytes += self.box_bytes
-            sink.coming_at[self.key] = (self._arrives_s, self._target_s, self._spread_tokens)
+            sink.coming_at[self.key] = (self._arrives_s, self._target_s, self._spread)
         sink.accounts.kv_tokens += self._kv_tokens
         sink.accounts.unseen_kv_tokens += self._kv_tokens
         if self._is_coming:

@@ -153,7 +153,8 @@ class Dispatcher:
             attempt=attempt,
             avoid=avoid,
             output_tokens=lengths.mean(request),
-            spread_tokens=lengths.spread(request),
+            spread=lengths.spread(request),
+            spread_tokens=lengths.spread_mean(request),
             reserve_tokens=lengths.reserve(request),
             work_s=self._typical.prefill_s(request.num_context_tokens, 0, 2048),
             box_bytes=request.num_context_tokens * self.model.kv_bytes_per_token,
@@ -482,6 +483,7 @@ class Dispatcher:
         return Ask(
             context_tokens=context,
             output_tokens=waiter.output_tokens,
+            spread=waiter.spread,
             spread_tokens=waiter.spread_tokens,
             kv_tokens=context + waiter.reserve_tokens,
             box_bytes=waiter.box_bytes,

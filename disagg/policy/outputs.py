@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from disagg.policy.targets import Spread
 from disagg.types import Request
 
 BUCKETS_PER_DOUBLING = 4
@@ -16,12 +17,14 @@ FORGET = 1.0 / 500  # weight that an answer loses with each further one
 UNKNOWN_TOKENS = 512  # expected of a class without answers yet
 UNKNOWN_WEIGHT = 4.0  # of that guess, in answers
 RESERVE_QUANTILE = 0.8
+SPREAD_AT = (0.02, 0.05, 0.1, 0.2, 0.4, 1.0)  # shares of answers, the shortest first, between which they are taken together
+SPREAD_AGE = 16  # answers learned until that is done anew
 
 
 class OutputLengths:
     """Answer lengths of one class."""
 
-    __slots__ = ("_counts", "_mean", "_mean_inverse", "_weight")
+    __slots__ = ("_counts", "_mean", "_mean_inverse", "_spread", "_spread_age", "_weight")
 
     def __init__(self) -> None:
         self._counts = [0.0] * NUM_BUCKETS
@@ -29,6 +32,8 @@ class OutputLengths:
         self._weight = UNKNOWN_WEIGHT
         self._mean = float(UNKNOWN_TOKENS)
         self._mean_inverse = 1.0 / UNKNOWN_TOKENS
+        self._spread: Spread = ((UNKNOWN_TOKENS, 1.0),)
+        self._spread_age = 0
 
     def learn(self, tokens: int) -> None:
         """An answer ended after `tokens` tokens."""
@@ -39,6 +44,10 @@ class OutputLengths:
         self._mean += (tokens - self._mean) / self._weight
         if tokens > 1:
             self._mean_inverse += (1.0 / (tokens - 1) - self._mean_inverse) / self._weight
+        self._spread_age += 1
+        if self._spread_age >= SPREAD_AGE:
+            self._spread_age = 0
+            self._spread = self._spread_now()
 
     def mean(self, request: Request) -> float:
         """Further tokens that the answer is expected to have, at least 1."""
@@ -47,7 +56,36 @@ class OutputLengths:
             return max(1, remaining)
         return min(max(1, remaining), max(1.0, self._mean - len(request.prior_output)))
 
-    def spread(self, request: Request) -> float:
+    def spread(self, request: Request) -> Spread:
+        """Likely numbers of further tokens after the first, the least first, at least 1 each."""
+        remaining = float(max(1, request.remaining_tokens - 1))
+        if request.sampling.ignore_eos:
+            return ((remaining, 1.0),)
+        given = len(request.prior_output)
+        return tuple([(min(remaining, max(1.0, tokens - given)), share) for tokens, share in self._spread])
+
+    def _spread_now(self) -> Spread:
+        """Harmonic means between the shares of SPREAD_AT."""
+        found = []
+        bucket, left, done = 0, self._counts[0], 0.0
+        for share in SPREAD_AT:
+            wanted = weight = share * self._weight - done
+            inverse = 0.0
+            while wanted > 0:
+                taken = min(left, wanted)
+                inverse += taken / max(1.0, 2.0 ** ((bucket + 0.5) / BUCKETS_PER_DOUBLING) - 1.0)
+                wanted -= taken
+                left -= taken
+                if left <= 0:
+                    if bucket == NUM_BUCKETS - 1:
+                        break
+                    bucket += 1
+                    left = self._counts[bucket]
+            done += weight
+            found.append((weight / inverse, weight / self._weight))
+        return tuple(found)
+
+    def spread_mean(self, request: Request) -> float:
         """Tokens over which a delay of the answer is spread, as its TPOT counts it: the harmonic mean of the further tokens, at least 1."""
         remaining = max(1, request.remaining_tokens - 1)
         if request.sampling.ignore_eos:

@@ -10,7 +10,7 @@ serving picks from all pairs. What a pair costs is a sum of regrets (policy/targ
     second leg on d     regret of this request's TPOT beside d's others, prompts there lately included
                         + of each request decoding on d: the growth of its TPOT by one more
                         + a little for each too long step that it must expect there
-    p unlike d          the hand-over, spread over the answer
+    p unlike d          the hand-over, spread over each likely length of the answer: the short ones lose their target by it first
 
 The sum is separable but for the hand-over, so the best pair is found in time P + D. Roles are a preference and no more: a prompt goes to a
 decode worker, or an answer to a prefill worker, when that is cheaper for all concerned by more than `ROLE_BIAS`.
@@ -27,7 +27,7 @@ from typing import TypeVar
 from disagg.policy.decision import Candidate, Prediction
 from disagg.policy.hand_over import HandOver
 from disagg.policy.standing import Standing
-from disagg.policy.targets import Targets, regret
+from disagg.policy.targets import Spread, Targets, late_regret, regret
 from disagg.policy.worker_book import Outline, WorkerBook
 from disagg.types import Mode, Role
 
@@ -44,7 +44,7 @@ CROSS_HOST_BYTES_PER_S = 1e9
 class Ask:
     """What one request asks of its workers. `waited_s`: since its arrival. `output_tokens`: expected; `kv_tokens`: to reserve.
 
-    `spread_tokens`: over so many of them a delay is spread.
+    `spread`: over how many of them a delay is spread, by likelihood; `spread_tokens`: the harmonic mean of those.
 
     `cached`: context tokens by worker that its prefix cache holds. `moves_kv`: there will be a second token. `queue_price`: regret that a
     second of a prefill worker's time costs those who wait behind; `has_followers`: there are such.
@@ -52,6 +52,7 @@ class Ask:
 
     context_tokens: int
     output_tokens: float
+    spread: Spread
     spread_tokens: float
     kv_tokens: int
     box_bytes: int
@@ -124,7 +125,7 @@ def weigh_first(w: WorkerBook, ask: Ask, standing: Standing, extra_s: float = 0.
     else:
         passing = None
     cost = regret((ask.waited_s + wait_s + prefill_s) / ask.targets.ttft_scale_s)
-    if w.coming_at and not o.decodes:
+    if w.coming_at:
         cost += _delay_cost(w, o, now_s + wait_s, core_s)
     if o.decodes:
         steps = -(-tokens // o.chunk_tokens)
@@ -151,14 +152,12 @@ def _stall_cost(w: WorkerBook, o: Outline, stall_s: float, steps: int) -> float:
 
 
 def _delay_cost(w: WorkerBook, o: Outline, start_s: float, prompt_s: float) -> float:
-    """What a prompt from `start_s` on costs those whose KV comes while it runs: they wait for the end of its step."""
-    step_s = min(prompt_s, o.whole_step_s)
+    """What a prompt from `start_s` on costs those whose KV comes while it runs."""
     cost = 0.0
-    for at_s, target_s, spread_tokens in w.coming_at.values():
+    for at_s, target_s, spread in w.coming_at.values():
         into_s = at_s - start_s
         if 0.0 < into_s < prompt_s:
-            delay_s = step_s - into_s % step_s if step_s > 0 else 0.0
-            cost += regret((o.gap_s + delay_s / spread_tokens) / target_s) - regret(o.gap_s / target_s)
+            cost += late_regret(o.gap_s, w.until_let_in_s(prompt_s - into_s, o), spread, target_s)
     return cost
 
 
@@ -175,8 +174,8 @@ def weigh_second(w: WorkerBook, ask: Ask, standing: Standing, ready_s: float = 0
         cost += ROLE_BIAS
     if w.name in ask.avoid:
         cost += AVOIDED
-    busy_s = w.whole_until_s - standing.now_s - ready_s if w.prefilling else 0.0
-    return SecondLeg(w, cost, tpot_s, min(busy_s, o.whole_step_s) if busy_s > 0.0 else 0.0)
+    busy_s = w.busy_until_s - standing.now_s - ready_s if w.prefilling else 0.0
+    return SecondLeg(w, cost, tpot_s, w.until_let_in_s(busy_s, o) if busy_s > 0.0 else 0.0)
 
 
 def has_kv_room(w: WorkerBook, ask: Ask, standing: Standing) -> bool:
@@ -279,8 +278,10 @@ class Router:
         """The second leg's cost, and the hand-over's seconds, for what comes from elsewhere within `transfer_s`."""
         transfer_s += second.busy_s
         target_s = ask.targets.tpot_scale_s
-        more = regret((second.tpot_s + transfer_s / ask.spread_tokens) / target_s) - regret(second.tpot_s / target_s)
-        return second.cost + more, transfer_s
+        late = 0.0
+        for more_s, share in self.hand_over.surprises:
+            late += share * late_regret(second.tpot_s, transfer_s + more_s, ask.spread, target_s)
+        return second.cost + late, transfer_s
 
 
 def _shortage(ask: Ask, standing: Standing) -> str:

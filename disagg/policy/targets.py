@@ -10,6 +10,7 @@ from disagg.config import SloClass
 SOFT_TTFT_S = 2.0
 SOFT_TPOT_S = 0.1
 NO_TTFT_DEADLINE_S = 60.0  # in the order of the queue
+Spread = tuple[tuple[float, float], ...]  # likely lengths of an answer: tokens after the first, and the share of answers that have so many
 KNEE = 0.8  # of a target: from here on a latency is at risk of missing it
 STEEP = 125.0
 MISSED = 1.25  # beyond it the target is lost, and a little more delay hardly matters
@@ -47,6 +48,17 @@ class Targets:
 def slope(share: float) -> float:
     """Growth of the regret around `share`, smoothed: for many requests whose shares lie about it."""
     return 0.5 + STEEP * (MISSED - KNEE) * min(1.0, max(0.0, (share - 0.5) / 0.5))
+
+
+def late_regret(tpot_s: float, delay_s: float, spread: Spread, target_s: float) -> float:
+    """Expected regret of a TPOT of `tpot_s` against `target_s` that a delay before the second token adds, over the answer's likely lengths.
+
+    The mean length would hide it: among answers of some hundred tokens, a second is lost on those that have ten.
+    """
+    delayed = 0.0
+    for tokens, share in spread:
+        delayed += share * regret((tpot_s + delay_s / tokens) / target_s)
+    return delayed - regret(tpot_s / target_s)
 
 
 def regret(share: float) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from disagg.policy.decision import Prediction
-from disagg.policy.targets import NO_TTFT_DEADLINE_S, Targets
+from disagg.policy.targets import NO_TTFT_DEADLINE_S, Spread, Targets
 from disagg.types import Request
 
 Place = tuple[bool, int, float, int]  # best effort, priority negated, deadline, key
@@ -31,6 +31,7 @@ class Waiter:
     attempt: int
     avoid: Collection[str]
     output_tokens: float
+    spread: Spread
     spread_tokens: float
     reserve_tokens: int
     work_s: float

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from disagg.policy.step_cost import StepCost
 from disagg.policy.step_fit import StepFit
+from disagg.policy.targets import Spread
 from disagg.types import EngineState, Role
 
 DUTY_S = 3.0  # time constant of the share of time that prompts take from decoding
@@ -98,8 +99,7 @@ class WorkerBook:
         self.accounts = Accounts()
         self.prefilling: dict[int, float] = {}  # predicted seconds of the prompts given and not answered yet, by key, in order
         self.busy_until_s = now_s
-        self.whole_until_s = now_s  # its steps are as full of prompts as they get until then; who comes to decode waits for their end
-        self.coming_at: dict[int, tuple[float, float, float]] = {}  # KV from elsewhere: when it is here, TPOT target, spread
+        self.coming_at: dict[int, tuple[float, float, Spread]] = {}  # KV from elsewhere: when it is here, TPOT target, spread
         self.pass_tokens = 0  # of each step that a long prompt leaves to others (0: it takes all)
         self.passing_tokens = 0  # of short prompts that pass a long one now
         self._long_step_s = 0.0  # of the last prompt of several steps
@@ -244,6 +244,14 @@ class WorkerBook:
             step_s = max(step_s, min(o.mixed_s, step_s / (1.0 - o.duty)))
         return step_s if step_s > o.gap_s else o.gap_s
 
+    def until_let_in_s(self, busy_s: float, o: Outline) -> float:
+        """How long KV from elsewhere waits on a worker that has prompts for another `busy_s`. `o`: its outline now.
+
+        Engines serve in order of arrival, and a prompt of several steps takes all that a step has: who comes waits for its end, unless
+        prompts leave a part of each step to others.
+        """
+        return busy_s if not self.pass_tokens else min(busy_s, o.mixed_s if o.decodes else o.whole_step_s)
+
     def wait_s(self, now_s: float, o: Outline) -> float:
         """Until a further prompt would start here. `o`: its outline now.
 
@@ -288,7 +296,6 @@ class WorkerBook:
         """A prompt of `tokens` tokens to compute, expected to add `seconds`, stands behind those that are here."""
         shared = min(tokens, self._shared_room())
         rest = tokens - shared
-        is_whole = not (self.accounts.decodes or self.accounts.coming) and (not self.prefilling or self.whole_until_s > now_s)
         if rest:
             chunk = self.outline(now_s).chunk_tokens
             self.tail_steps = -(-rest // chunk)
@@ -298,8 +305,6 @@ class WorkerBook:
             self.tail_room -= shared
         self.prefilling[key] = seconds
         self.busy_until_s = max(now_s, self.busy_until_s) + seconds
-        if is_whole:
-            self.whole_until_s = self.busy_until_s
 
     def gave(self, key: int, now_s: float) -> None:
         """A prompt is through, or gone. Those behind the first one start now, whatever was predicted."""
@@ -307,8 +312,6 @@ class WorkerBook:
         self.prefilling.pop(key, None)
         if was_first:
             self.busy_until_s = now_s + sum(self.prefilling.values())
-            is_whole = self.prefilling and not (self.accounts.decodes or self.accounts.coming)
-            self.whole_until_s = self.busy_until_s if is_whole else now_s
 
     def _shared_room(self) -> int:
         """Prompt tokens that fit into the last step of the prompts that are here; none when that step has begun."""

@@ -139,6 +139,22 @@ def test_a_slow_worker_loses_its_share_within_20_steps_and_gets_it_back(mode: Mo
     assert share(40) > 0.15
 
 
+def test_kv_that_comes_to_a_worker_with_a_long_prompt_waits_for_its_end() -> None:
+    """Engines serve in order of arrival: until the prompt's last step nothing is left for others, unless it leaves them a part of each."""
+    waits_s = []
+    for pass_tokens in (0, 128):
+        rig = Rig(Mode.ADAPTIVE, prefill=1, decode=2, pass_tokens=pass_tokens)
+        long = rig.grant(20_000, 100)
+        record = rig.grant(100, 100).record
+        there = [c for c in record.candidates if c.decode == long.route.prefill != c.prefill]
+        assert record.chosen is not None
+        assert long.route.prefill not in (record.chosen.prefill, record.chosen.decode)
+        book = rig.dispatcher.workers[long.route.prefill]
+        waits_s.append(book.until_let_in_s(long.prediction.prefill_s, book.outline(rig.now_s)))
+        assert all(c.prediction.transfer_s > 0.8 * waits_s[-1] for c in there)
+    assert waits_s[0] > 15 * waits_s[1] > 0
+
+
 def test_a_worker_that_stops_answering_gets_no_more() -> None:
     rig = Rig(prefill=2, decode=2)
     stuck = rig.grant(100)

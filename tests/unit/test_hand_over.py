@@ -17,6 +17,21 @@ def test_both_parts_are_learned_and_a_hiccup_teaches_little() -> None:
     before_s = learned.seconds(40e6)
     learned.learn(40e6, 60.0)
     assert learned.seconds(40e6) < 1.1 * before_s
+    for _ in range(20):
+        learned.learn(40e6, 0.05)
+    assert max(late_s for late_s, _ in learned.surprises) < 0.01
+
+
+def test_those_that_take_far_longer_are_known_by_how_many_they_are() -> None:
+    learned = HandOver()
+    for index in range(200):
+        learned.learn(1000, 3.0 if index % 20 == 0 else 0.01)
+    (usual_s, usual), *_, (late_s, rare) = learned.surprises
+    assert usual_s < 0.01
+    assert (usual, rare) == pytest.approx((0.7, 0.1))
+    assert late_s == pytest.approx(3.0, abs=0.1)
+    assert sum(share for _, share in learned.surprises) == pytest.approx(1.0)
+    assert learned.seconds(1000) < 0.05
 
 
 def test_equal_sizes_teach_a_fixed_part_only() -> None:

@@ -1,0 +1,49 @@
+"""How long answers will be, and what a delay before their second token therefore costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from disagg.policy.outputs import OutputLengths
+from disagg.policy.targets import late_regret, regret
+from disagg.types import Request, Sampling
+
+
+def request(max_tokens: int = 4096, *, ignore_eos: bool = False) -> Request:
+    return Request("r", (1, 2, 3), Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos), "chat", arrival_s=0.0)
+
+
+def learned() -> OutputLengths:
+    """One answer in ten has 5 tokens, the others 400."""
+    lengths = OutputLengths()
+    for index in range(480):
+        lengths.learn(5 if index % 10 == 0 else 400)
+    return lengths
+
+
+def test_likely_lengths_keep_the_short_answers_apart() -> None:
+    spread = learned().spread(request())
+    assert sum(share for _, share in spread) == pytest.approx(1.0)
+    assert [tokens for tokens, _ in spread] == sorted(tokens for tokens, _ in spread)
+    assert sum(share for tokens, share in spread if tokens < 6) == pytest.approx(0.1, abs=0.03)
+    assert sum(share for tokens, share in spread if 330 < tokens < 480) == pytest.approx(0.8, abs=0.15)
+
+
+def test_likely_lengths_keep_to_what_the_request_says() -> None:
+    lengths = learned()
+    assert max(tokens for tokens, _ in lengths.spread(request(max_tokens=9))) == 8
+    assert lengths.spread(request(max_tokens=33, ignore_eos=True)) == ((32, 1.0),)
+    begun = replace(request(), prior_output=tuple(range(200)))
+    assert all(1 <= tokens < 280 for tokens, _ in lengths.spread(begun))
+    assert OutputLengths().spread(request())[0][0] > 100
+
+
+def test_a_delay_costs_what_the_short_answers_lose() -> None:
+    """A second is 2.5 ms per token of 400, and 250 ms per token of 5: those miss a target of 100 ms."""
+    spread = learned().spread(request())
+    missed = regret(3.0) - regret(0.5)
+    assert 0.05 * missed < late_regret(0.05, 1.0, spread, 0.1) < 0.3 * missed
+    assert late_regret(0.05, 1.0, ((400.0, 1.0),), 0.1) < 0.002 * missed
+    assert late_regret(0.05, 0.0, spread, 0.1) == pytest.approx(0.0)
