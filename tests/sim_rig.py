@@ -68,6 +68,10 @@ class EagerDispatcher:
         if role is Role.DECODE:
             self._second.append(name)
 
+    def leave(self, name: str, now_s: float) -> None:
+        self._first = [n for n in self._first if n != name]
+        self._second = [n for n in self._second if n != name]
+
     def report(self, name: str, state: EngineState, now_s: float) -> None:
         assert 0 <= state.free_kv_tokens <= state.total_kv_tokens
         assert 0 <= state.outbox_free_bytes <= state.outbox_total_bytes

@@ -20,6 +20,7 @@ from disagg.policy.decision import Grant, Refusal
 from disagg.sim.agenda import Agenda, Appointment
 from disagg.sim.attempt import Attempt
 from disagg.sim.dispatch import SimDispatcher, make_dispatcher
+from disagg.sim.fleet import FleetSettings, SimFleet
 from disagg.sim.links import Links
 from disagg.sim.outcome import Outcome, SimReport, Status, WorkerReport
 from disagg.sim.settings import SimSettings
@@ -60,8 +61,12 @@ class Simulation:
         slow_downs: Sequence[SlowDown] = (),
         dispatcher: SimDispatcher | None = None,
         keep_events: bool = False,
+        fleet: FleetSettings | None = None,
     ) -> None:
-        """`requests` in the order of their arrival, from second 0 on. Raises ConfigError for what cannot be simulated."""
+        """`requests` in the order of their arrival, from second 0 on. `fleet`: workers change roles as its controller asks.
+
+        Raises ConfigError for what cannot be simulated.
+        """
         self.settings = settings or SimSettings()
         self._topology = topology
         self._requests = requests
@@ -89,6 +94,12 @@ class Simulation:
             self._dispatcher.join(name, worker.role, "host", worker.report(), 0.0)
         for slow in slow_downs:
             self._plan_slow_down(slow)
+        self.fleet: SimFleet | None = None
+        if fleet is not None:
+            self.fleet = SimFleet(self._agenda, self.workers, self._dispatcher, fleet, self._is_over)
+
+    def _is_over(self) -> bool:
+        return len(self._outcomes) == len(self._requests) and not self._open
 
     @property
     def num_events(self) -> int:
@@ -156,6 +167,8 @@ class Simulation:
         entry = _Open(outcome)
         entry.deadline = self._agenda.at(outcome.sent_s + self.settings.timeout_s, lambda: self._deadline(key))
         self._open[key] = entry
+        if self.fleet is not None:
+            self.fleet.arrived(outcome.request)
         self._decide_soon()
 
     def _request(self, outcome: Outcome, slo_class: SloClass) -> Request:
@@ -265,6 +278,8 @@ class Simulation:
             wire_bytes_per_token=self._wire_bytes,
             prefix=self._prefix(outcome.request),
         )
+        if self.fleet is not None:
+            self.fleet.granted(outcome.request, grant.route.prefill, grant.route.decode)
         entry.attempt.start()
 
     def _prefix(self, request: TraceRequest) -> tuple[int, ...]:
@@ -315,6 +330,11 @@ class Simulation:
     def _finish(self, outcome: Outcome, status: Status, error: str | None = None, message: str | None = None) -> None:
         assert outcome.status is None, "a request ends once"
         outcome.status = status
+        if self.fleet is not None and error != "InvalidRequestError":
+            if outcome.prefill_worker is not None and outcome.decode_worker is not None:
+                self.fleet.ended(outcome.request, outcome.prefill_worker, outcome.decode_worker)
+            else:
+                self.fleet.dropped(outcome.request)
         outcome.error, outcome.message = error, message
         outcome.end_s = self._agenda.now_s + self.settings.network_s
         self._note(status, outcome)
