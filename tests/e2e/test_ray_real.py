@@ -35,7 +35,8 @@ BACK_WITHIN_S = 180.0
 
 @pytest.fixture(scope="module")
 def deployment(quick_model: Path) -> Iterator[Deployment]:
-    topology = load_topology(FILE, {"gateway.port": 0, "gateway.http_port": None, "model": str(quick_model)})
+    overrides = {"gateway.port": 0, "gateway.http_port": None, "model": str(quick_model), "engine.args.enforce_eager": False}
+    topology = load_topology(FILE, overrides)
     with RaySession.start([topology]) as session:
         mark = session.mark or ""
         up = Deployment.up(session, topology, base_dir=FILE.parent)
