@@ -8,6 +8,7 @@
 #            EXTRA=cpu|gpu          which vLLM; without it: gpu where nvidia-smi works, else cpu
 #            TORCH_INDEX=URL        a further package index, where pip's own has no CPU build of PyTorch
 #            PIP_ARGS="..."         anything else for pip
+#            JOBS=2                 how many test files run at a time
 #            TOPOLOGY, WORKLOAD, OUT    what `make demo` compares, and where it writes
 
 SHELL := /bin/bash
@@ -27,7 +28,7 @@ STAMP := $(VENV)/.complete-$(EXTRA)
 export EXTRA TORCH_INDEX PIP_ARGS
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -11
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -12
 
 # The stamp is the last thing that set-up writes; a virtual environment without it is made anew.
 $(STAMP): pyproject.toml scripts/setup.sh
@@ -53,11 +54,19 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 # Quick and pure first, real engines last; the first failure ends it. What runs in processes or against a clock gets a second try, because
-# machines are shared: a fault fails twice. The pure tests get none.
+# machines are shared: a fault fails twice. The pure tests get none. Tests run $(JOBS) files at a time, except those marked `timed`, which compare
+# what a clock shows, and those of real engines, which take all cores.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -x --durations 10
+SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: setup lint
-	@echo "==> pytest"
-	$(BIN)/python -m pytest -x $(PYTEST_ARGS) tests/unit
-	$(BIN)/python -m pytest -x --reruns 1 $(PYTEST_ARGS) tests/contracts tests/flow tests/e2e
+	@echo "==> pytest: the pure parts"
+	$(PYTEST) $(SIDE_BY_SIDE) $(PYTEST_ARGS) tests/unit
+	echo "==> pytest: contracts, and the whole with simulated engines"
+	$(PYTEST) $(SIDE_BY_SIDE) --reruns 1 -m "not timed" $(PYTEST_ARGS) tests/contracts tests/flow
+	$(PYTEST) --reruns 1 -m timed $(PYTEST_ARGS) tests/contracts tests/flow
+	echo "==> pytest: real engines"
+	$(PYTEST) --reruns 1 $(PYTEST_ARGS) tests/e2e
 
 proto: $(STAMP)
 	@echo "==> generating disagg/pb"
