@@ -26,7 +26,7 @@ from disagg.launch.processes import ProcessId, descendants, find_marked, wait_go
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 DISAGG = [sys.executable, "-c", "from disagg.cli import app; app()"]
-COMMAND_TIMEOUT_S = 120
+COMMAND_TIMEOUT_S = 240
 
 HOLD_A_RAY = """
 import sys

@@ -141,7 +141,9 @@ def test_a_wrong_topology_file_is_one_line(tmp_path: Path) -> None:
 def test_ray_starts_and_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     mark = f"disagg-doctor-{uuid.uuid4()}"
     monkeypatch.setenv("DISAGG_TEST_MARK", mark)
-    assert doctor.check_ray().state == "ok"
+    monkeypatch.setattr(doctor, "RAY_TIMEOUT_S", 240.0)  # a busy machine's Ray is no fault of the doctor
+    check = doctor.check_ray()
+    assert check.state == "ok", check
     deadline_s = time.monotonic() + 20
     while (left := processes_with(mark)) and time.monotonic() < deadline_s:
         time.sleep(0.1)
