@@ -54,17 +54,19 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 # Quick and pure first, real engines last; the first failure ends it. What runs in processes or against a clock gets a second try, because
-# machines are shared: a fault fails twice. The pure tests get none. Tests run $(JOBS) files at a time, except those marked `timed`, which compare
-# what a clock shows, and those of real engines, which take all cores.
+# machines are shared: a fault fails twice. The pure tests get none. $(JOBS) files run at a time, but not what compares a clock's readings
+# (`timed`), starts a Ray, which wants both cores for itself, or real engines.
 JOBS ?= 2
+ALONE ?= timed or ray
 PYTEST := $(BIN)/python -m pytest -x --durations 10
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: setup lint
 	@echo "==> pytest: the pure parts"
 	$(PYTEST) $(SIDE_BY_SIDE) $(PYTEST_ARGS) tests/unit
 	echo "==> pytest: contracts, and the whole with simulated engines"
-	$(PYTEST) $(SIDE_BY_SIDE) --reruns 1 -m "not timed" $(PYTEST_ARGS) tests/contracts tests/flow
-	$(PYTEST) --reruns 1 -m timed $(PYTEST_ARGS) tests/contracts tests/flow
+	$(PYTEST) --reruns 1 $(SIDE_BY_SIDE) -m "not ($(ALONE))" $(PYTEST_ARGS) tests/contracts tests/flow
+	echo "==> pytest: against a clock, and on Ray"
+	$(PYTEST) --reruns 1 -m "$(ALONE)" $(PYTEST_ARGS) tests/contracts tests/flow
 	echo "==> pytest: real engines"
 	$(PYTEST) --reruns 1 $(PYTEST_ARGS) tests/e2e
 
