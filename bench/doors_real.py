@@ -38,6 +38,7 @@ MODEL = "smollm2-135m"
 INPUT_TOKENS, OUTPUT_TOKENS = 64, 32
 ARGS = {
     "dtype": fastest_dtype(),
+    "enforce_eager": True,
     "max_model_len": 2048,
     "max_num_batched_tokens": 512,
     "max_num_seqs": 32,
@@ -259,7 +260,7 @@ async def peer(requests: int, rate: float) -> list[Row]:
     folder = str(get_model(MODEL))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    flags = [part for name, value in ARGS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    flags = [part for name, value in ARGS.items() for part in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", MODEL]
     async with process(*command, "--host", "127.0.0.1", "--port", str(port), *flags, stderr=asyncio.subprocess.DEVNULL) as server:
         async with asyncio.timeout(300):

@@ -17,7 +17,14 @@ from disagg.serving.start import start_worker
 from disagg.serving.worker import LocalWorker
 from disagg.types import Prefilled, Request, Role, Sampling, Token, Transfer, new_id
 
-ARGS = {"dtype": "fastest", "max_model_len": 4096, "max_num_batched_tokens": 512, "max_num_seqs": 32, "kv_cache_memory_bytes": 512 << 20}
+ARGS = {
+    "dtype": "fastest",
+    "enforce_eager": True,
+    "max_model_len": 4096,
+    "max_num_batched_tokens": 512,
+    "max_num_seqs": 32,
+    "kv_cache_memory_bytes": 512 << 20,
+}
 _attempts = itertools.count()
 
 
