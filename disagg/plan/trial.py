@@ -7,7 +7,7 @@ cluster emptier than it will be and are not counted. The router is not told how 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,14 +23,17 @@ from disagg.slo import Summary, summarise
 WARM_UP = 0.35  # of the requests, at the beginning
 _BUSY = 0.9  # share of its time from which on a pool is the limit
 TIMEOUT_S = 1800.0
+_FIRST = ("ttft", "refused_ttft")
+_NEXT = ("tpot", "refused_tpot")
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
     """One run at one rate. Seconds. `attainment`: share of the counted requests inside their class.
 
-    `missed`: of the counted requests, how many missed what: `ttft`, `tpot`, `refused`, `late` (no whole answer). `busy`: share of
-    the time that each pool's workers spent in steps. `concurrency`: mean requests in the system; `e2e_s`: their mean time in it.
+    `missed`: of the counted requests, how many missed what: `ttft` and `tpot`, `refused_ttft` and `refused_tpot` because they would have,
+    `refused` for another reason, `late` (no whole answer). `busy`: share of the time that each pool's workers spent in steps; `batch`:
+    requests that got a token in a step, on the mean. `concurrency`: mean requests in the system; `e2e_s`: their mean time in it.
     """
 
     rate_rps: float
@@ -40,6 +43,7 @@ class Figures:
     missed: dict[str, int]
     counted: int
     busy: dict[str, float]
+    batch: dict[str, float]
     concurrency: float
     e2e_s: float
     span_s: float
@@ -65,20 +69,23 @@ class Trial:
     num_runs: int
 
     def limit(self) -> str:
-        """What limits it, in a few words."""
+        """What limits it, in a few words: which target is missed, by how many, and how busy the pool behind it is then."""
         at = self.beyond
         if at is None:
             return "nothing found: no rate that was tried is too high"
-        busy = max(at.busy, key=lambda pool: at.busy[pool])
-        missed = {what: count for what, count in at.missed.items() if count}
-        if not missed:
-            return f"{busy} workers {at.busy[busy]:.0%} busy"
-        words = {"ttft": "first tokens late", "tpot": "tokens slow", "refused": "refused at the door", "late": "not answered in time"}
-        first = max(missed, key=lambda what: missed[what])
-        share = missed[first] / at.counted
-        is_full = "the pool is full" if at.busy[busy] >= _BUSY else "queues, not capacity"
-        preempted = f", {at.preemptions} preemptions: KV memory" if at.preemptions else ""
-        return f"{words[first]} ({share:.0%}); {busy} {at.busy[busy]:.0%} busy: {is_full}{preempted}"
+        shares = {what: count / at.counted for what, count in at.missed.items() if count}
+        first, second = (sum(shares.get(what, 0.0) for what in kind) for kind in (_FIRST, _NEXT))
+        first_pool, next_pool = ("colocated", "colocated") if "colocated" in at.busy else ("prefill", "decode")
+        batch = f"{at.batch[next_pool]:.0f} requests decoding on each {next_pool} worker"
+        if first > second:
+            is_full = "the pool is full" if at.busy[first_pool] >= _BUSY else "prompts wait for each other, or are long"
+            said = f"first tokens ({first:.0%} late or refused for it); {first_pool} workers {at.busy[first_pool]:.0%} busy: {is_full}"
+            said += f"; {batch}" if first_pool == "colocated" else ""
+        elif second:
+            said = f"time per token ({second:.0%} slow or refused for it); {batch}"
+        else:
+            said = f"requests that wait too long or are refused ({sum(shares.values()):.0%}); {batch}"
+        return f"{said}; {at.preemptions} preemptions: KV memory" if at.preemptions else said
 
 
 class Trials:
@@ -132,18 +139,23 @@ def _figures(question: Question, candidate: Candidate, rate_rps: float, report: 
     by_name = {c.name: c for c in question.load.classes}
     missed = Counter(_miss(o, by_name[o.slo_class].ttft_s, by_name[o.slo_class].tpot_s) for o in counted)
     sent_s = report.outcomes[-1].sent_s - report.outcomes[0].sent_s
-    busy_s: Counter[str] = Counter()
+    busy_s: dict[str, float] = defaultdict(float)
+    decoded: Counter[str] = Counter()
+    steps: Counter[str] = Counter()
     for worker in report.workers:
-        busy_s[worker.role] += worker.busy_s  # type: ignore[assignment]
+        busy_s[worker.role] += worker.busy_s
+        decoded[worker.role] += worker.decode_tokens
+        steps[worker.role] += worker.steps
     whole = [o.end_s - o.sent_s for o in report.outcomes if o.is_whole and o.end_s is not None]
     return Figures(
         rate_rps=rate_rps,
         attainment=missed[""] / len(counted),
         ttft=summarise([o.ttft_s for o in counted if o.ttft_s is not None]),
         tpot=summarise([o.tpot_s for o in counted if o.tpot_s is not None]),
-        missed={what: missed[what] for what in ("ttft", "tpot", "refused", "late")},
+        missed={what: missed[what] for what in (*_FIRST, *_NEXT, "refused", "late")},
         counted=len(counted),
         busy={name: min(1.0, busy_s[name] / pool.count / max(report.end_s, 1e-9)) for name, pool in candidate.pools.items()},
+        batch={name: decoded[name] / max(1, steps[name]) for name in candidate.pools},
         concurrency=report.mean_in_flight,
         e2e_s=math.fsum(whole) / len(whole) if whole else 0.0,
         span_s=sent_s,
@@ -153,8 +165,13 @@ def _figures(question: Question, candidate: Candidate, rate_rps: float, report: 
 
 def _miss(o: Outcome, ttft_s: float | None, tpot_s: float | None) -> str:
     """What kept it out of its class; empty: nothing."""
+    if o.status == "rejected":
+        said = o.message or ""
+        if "first token" in said or "any more" in said:  # policy/admission.py's and policy/dispatch.py's words
+            return "refused_ttft"
+        return "refused_tpot" if "per token" in said else "refused"
     if not o.is_whole:
-        return "refused" if o.status == "rejected" else "late"
+        return "late"
     if ttft_s is not None and o.ttft_s is not None and o.ttft_s > ttft_s:
         return "ttft"
     return "tpot" if tpot_s is not None and o.tpot_s is not None and o.tpot_s > tpot_s else ""

@@ -16,9 +16,11 @@ from disagg.launch import check as launch_check
 from disagg.launch.check import check_topology
 from disagg.perf.hardware import find_device
 from disagg.plan import size
+from disagg.plan.candidate import Candidate, PoolPlan
 from disagg.plan.planner import Plan, make_plan
 from disagg.plan.question import check
 from disagg.plan.text import plan_json, plan_text, size_text
+from disagg.plan.trial import Trials
 from disagg.plan.write import topology_text
 from disagg.slo import little
 from disagg.types import Mode
@@ -190,3 +192,15 @@ def test_a_model_that_is_not_bundled_is_planned_from_its_config(tmp_path: Path) 
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["verdict"] == "colocated: the GPUs do not make two pools"
     assert load_topology(out).engine.kind == "simulated", "the folder has no weights to load"
+
+
+def test_what_limits_a_plan_is_named() -> None:
+    """Two prefill workers short of prompts' arithmetic, and decode workers whose step is just within the target."""
+    trials = Trials(question(inputs=4000, outputs=20, slo=SloClass(name="chat", ttft_ms=1000, tpot_ms=100, if_missed="reject")))
+    one = PoolPlan(1, 4, find_device("h100"), 8192, 256)
+    prompts = trials.goodput(Candidate(Mode.DISAGG, prefill=one, decode=one), 3.0, tolerance=0.2)
+    assert prompts.limit().startswith("first tokens (")
+    assert prompts.beyond is not None
+    assert sum(prompts.beyond.missed.values()) == round((1 - prompts.beyond.attainment) * prompts.beyond.counted)
+    trials = Trials(question(inputs=100, outputs=200, slo=SloClass(name="chat", ttft_ms=5000, tpot_ms=17)))
+    assert trials.goodput(Candidate(Mode.DISAGG, prefill=one, decode=one), 3.0, tolerance=0.2).limit().startswith("time per token (")
