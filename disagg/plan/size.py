@@ -20,8 +20,8 @@ from disagg.plan.trial import Figures, Trials
 from disagg.types import Mode
 
 MOST_GPUS = 1 << 16
-CELL_GPUS = 32  # of one kind of plan; what needs more is cut into cells
-_TRIES = 6
+CELL_GPUS = 16  # of one kind of plan; what needs more is cut into cells
+_TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,10 @@ def find_sizes(question: Question, rate_rps: float, say: Callable[[str], None] =
     if not (rate_rps > 0 and math.isfinite(rate_rps)):
         raise ConfigError(key="rate", value=rate_rps, expected="requests/s above 0")
     found = []
+    screened_at: dict[int, list[Screened]] = {}
     for mode in (Mode.COLOCATED, Mode.DISAGG):
         say(f"sizing {mode.value}")
-        size = _Sizing(question, mode, rate_rps, say).run()
+        size = _Sizing(question, mode, rate_rps, say, screened_at).run()
         if size is not None:
             found.append(size)
     if not found:
@@ -56,11 +57,15 @@ def find_sizes(question: Question, rate_rps: float, say: Callable[[str], None] =
 class _Sizing:
     """For one kind of plan: from the formulas' number of GPUs to the smallest that the simulator accepts."""
 
-    def __init__(self, question: Question, mode: Mode, rate_rps: float, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, question: Question, mode: Mode, rate_rps: float, say: Callable[[str], None], screened_at: dict[int, list[Screened]]
+    ) -> None:
+        """`screened_at`: what the formulas found, by GPUs; shared between the kinds."""
         self._question = question
         self._mode = mode
         self._rate_rps = rate_rps
         self._say = say
+        self._screened_at = screened_at
         self._runs = 0
 
     def run(self) -> Size | None:
@@ -119,7 +124,9 @@ class _Sizing:
         return None
 
     def _ranked(self, question: Question) -> list[Screened]:
-        return [s for s in screened(Screen(question)) if s.candidate.mode is self._mode and s.estimate_rps > 0]
+        if question.gpus not in self._screened_at:
+            self._screened_at[question.gpus] = screened(Screen(question))
+        return [s for s in self._screened_at[question.gpus] if s.candidate.mode is self._mode and s.estimate_rps > 0]
 
     def _step(self) -> int:
         """GPUs by which a cluster grows: the smallest degree that holds the model."""

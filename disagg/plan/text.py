@@ -240,8 +240,8 @@ def _size(question: Question, rate_rps: float, size: Size) -> str:
     _, server, _ = screen.worker(first.device, first.tp).prefill(s, first.chunk)
     prompt_s = float(server.mean())
     lines.append(
-        f"          {rate_rps:,.4g}/s x {prompt_s * 1e3:,.1f} ms of prefill = {little(rate_rps, prompt_s):,.1f} workers busy with prompts, "
-        f"of {first.count * size.cells:,}"
+        f"          {rate_rps:,.4g}/s x {prompt_s * 1e3:,.1f} ms of prefill = {little(rate_rps, prompt_s):,.1f} workers' worth of prompts, run one by one, "
+        f"on {first.count * size.cells:,}"
     )
     return "\n".join(lines)
 
