@@ -238,10 +238,10 @@ def _size(question: Question, rate_rps: float, size: Size) -> str:
     first = size.candidate.prefill or size.candidate.colocated
     assert first is not None
     _, server, _ = screen.worker(first.device, first.tp).prefill(s, first.chunk)
-    prompt_s = float(server.mean())
+    prompt_s, servers = float(server.mean()), first.count * size.cells
     lines.append(
-        f"          {rate_rps:,.4g}/s x {prompt_s * 1e3:,.1f} ms of prefill = {little(rate_rps, prompt_s):,.1f} workers' worth of prompts, run one by one, "
-        f"on {first.count * size.cells:,}"
+        f"          {rate_rps:,.4g}/s x {prompt_s * 1e3:,.1f} ms of prefill = {little(rate_rps, prompt_s):,.1f} workers' worth of prompts, "
+        f"run one by one, on {servers:,}"
     )
     return "\n".join(lines)
 
