@@ -44,7 +44,7 @@ def plan(
     price: float | None = typer.Option(None, "--price", min=0, help="Of one GPU-hour."),
     decode_price: float | None = typer.Option(None, "--decode-price", min=0, help="Of one hour of a --decode-gpu; default: --price."),
     gpus_per_host: int = typer.Option(8, "--gpus-per-host", min=1, help="A worker does not span hosts."),
-    requests: int = typer.Option(1500, "--requests", min=400, help="That a simulation sends at most; large clusters need more to fill."),
+    requests: int = typer.Option(1500, "--requests", min=100, help="That a simulation sends at most; large clusters need more to fill."),
     flips: bool = typer.Option(
         True, "--flips/--no-flips", help="Also simulate other lengths and cached prompts, to see what would turn it."
     ),
