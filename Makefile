@@ -55,7 +55,7 @@ lint: $(STAMP)
 
 # Quick and pure first, real engines last; the first failure ends it. What runs in processes or against a clock gets a second try, because
 # machines are shared: a fault fails twice. The pure tests get none. $(JOBS) files run at a time, but not what compares a clock's readings
-# (`timed`), starts a Ray, which wants both cores for itself, or real engines.
+# (`timed`) or starts a Ray, which wants both cores for itself. Of real engines one computes at a time in most tests, and it takes one core.
 JOBS ?= 2
 ALONE ?= timed or ray
 PYTEST := $(BIN)/python -m pytest -x --durations 10
@@ -68,7 +68,7 @@ test: setup lint
 	echo "==> pytest: against a clock, and on Ray"
 	$(PYTEST) --reruns 1 -m "$(ALONE)" $(PYTEST_ARGS) tests/contracts tests/flow
 	echo "==> pytest: real engines"
-	$(PYTEST) --reruns 1 $(PYTEST_ARGS) tests/e2e
+	$(PYTEST) --reruns 1 $(SIDE_BY_SIDE) $(PYTEST_ARGS) tests/e2e
 
 proto: $(STAMP)
 	@echo "==> generating disagg/pb"
