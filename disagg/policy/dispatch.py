@@ -412,11 +412,13 @@ class Dispatcher:
         sink = pair.second.worker
         if not ask.moves_kv or not self._admission.by_slo or waiter.attempt or not (sink.accounts.decodes or sink.accounts.coming):
             return True
+        o = sink.outline(now_s)
         limit_s = math.inf
         if ask.targets.tpot_s is not None and not waiter.is_best_effort:
-            limit_s = ask.targets.tpot_s
-        elif sink.accounts.groups:
-            limit_s = SPARE_BELOW * min(sink.accounts.groups)
+            if o.cost.step_s(0, 0, 1, ask.context_tokens) < ask.targets.tpot_s:
+                limit_s = ask.targets.tpot_s
+        elif (held_s := sink.held_to_s(o)) is not None:
+            limit_s = SPARE_BELOW * held_s
         return pair.second.tpot_s <= limit_s
 
     def _book(self, waiter: Waiter, ask: Ask, pairs: Sequence[Pair], now_s: float) -> Grant:

@@ -49,11 +49,12 @@ def prompt_rate(w: WorkerBook, typical: StepCost, o: Outline) -> float:
 
 def _prompt_rate(w: WorkerBook, o: Outline, typical: StepCost) -> float:
     chunk = o.chunk_tokens
-    if not o.decodes or not w.accounts.groups:
+    held_s = w.held_to_s(o) if o.decodes else None
+    if held_s is None:
         tokens = min(chunk, UNKNOWN_STEP_TOKENS)
         own_s = o.cost.prefill_s(tokens, 0, tokens)
         return typical.prefill_s(tokens, 0, tokens) / own_s if own_s > 0 else 1.0
-    limit_s = SPARE_BELOW * min(w.accounts.groups)
+    limit_s = SPARE_BELOW * held_s
     step_s, mixed_s = o.step_s, o.mixed_s
     share = 1.0
     if mixed_s > limit_s:  # the mean step may be as long as the limit: so many of them may carry a chunk
@@ -117,7 +118,7 @@ def _places(ask: Ask, w: WorkerBook, now_s: float) -> float:
     limit = w.state.max_running_requests
     if limit:
         by_room = min(by_room, max(0, limit - decodes))
-    if ask.targets.tpot_s is None or not by_room:
+    if ask.targets.tpot_s is None or not by_room or o.cost.step_s(0, 0, 1, ask.context_tokens) >= ask.targets.tpot_s:
         return by_room
     room_s = ask.targets.tpot_s * (1.0 - o.duty) - o.gap_s * (1.0 - o.duty)
     each_s = o.cost.decode_s + o.cost.context_s * (ask.context_tokens + 0.5 * ask.output_tokens)

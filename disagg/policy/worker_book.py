@@ -244,6 +244,16 @@ class WorkerBook:
             step_s = max(step_s, min(o.mixed_s, step_s / (1.0 - o.duty)))
         return step_s if step_s > o.gap_s else o.gap_s
 
+    def held_to_s(self, o: Outline) -> float | None:
+        """The tightest TPOT target of those who decode here that this worker could keep if each were alone; None where there is none.
+
+        A target that one request alone would miss is lost whoever joins: to wait for its sake would leave a batch of one.
+        """
+        if not self.accounts.groups:
+            return None
+        alone_s = o.cost.step_s(0, 0, 1, o.context_tokens / max(1, o.decodes))
+        return min((target_s for target_s in self.accounts.groups if target_s > alone_s), default=None)
+
     def until_let_in_s(self, busy_s: float, o: Outline) -> float:
         """How long KV from elsewhere waits on a worker that has prompts for another `busy_s`. `o`: its outline now.
 

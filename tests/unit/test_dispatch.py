@@ -11,7 +11,7 @@ import pytest
 from disagg.errors import InvalidRequestError
 from disagg.policy.decision import Verdict
 from disagg.types import Mode, Role
-from tests.policy_rig import CHAT, STATE, Rig
+from tests.policy_rig import CHAT, COST, STATE, Rig
 
 # ---- which pair
 
@@ -367,6 +367,16 @@ def test_best_effort_waits_behind_what_can_still_be_in_time() -> None:
     for key in (*grants, running.key):
         rig.end(key)
     assert late in {**grants, **rig.decide()[0]}
+
+
+@pytest.mark.parametrize("mode", [Mode.DISAGG, Mode.COLOCATED])
+def test_a_target_that_one_request_alone_misses_keeps_nobody_waiting(mode: Mode) -> None:
+    """A worker whose every step takes 200 ms: to serve one after the other would not bring 100 ms back, only leave the batch empty."""
+    slow = COST.scaled(10.0)
+    rig = Rig(mode, classes=(CHAT.model_copy(update={"if_missed": "best_effort", "ttft_ms": 60_000}),), cost=slow)
+    for _ in range(6):
+        rig.decoding(rig.grant(20, 50, "chat"))
+        rig.now_s += 1.0
 
 
 def test_admission_off_refuses_nothing_for_its_class() -> None:
