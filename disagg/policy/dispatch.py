@@ -415,7 +415,7 @@ class Dispatcher:
         o = sink.outline(now_s)
         limit_s = math.inf
         if ask.targets.tpot_s is not None and not waiter.is_best_effort:
-            if o.cost.step_s(0, 0, 1, ask.context_tokens) < ask.targets.tpot_s:
+            if o.cost.alone_s(ask.context_tokens) < ask.targets.tpot_s:
                 limit_s = ask.targets.tpot_s
         elif (held_s := sink.held_to_s(o)) is not None:
             limit_s = SPARE_BELOW * held_s

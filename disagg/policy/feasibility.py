@@ -16,7 +16,7 @@ def impossible(mode: Mode, classes: Sequence[SloClass], costs: Mapping[Role, Ste
 
 def _impossible(mode: Mode, slo: SloClass, costs: Mapping[Role, StepCost]) -> str:
     firsts = {role: cost.prefill_s(1, 0, 1) for role, cost in costs.items() if _may(mode, role, Role.PREFILL)}
-    seconds = {role: cost.step_s(0, 0, 1, 1) for role, cost in costs.items() if _may(mode, role, Role.DECODE)}
+    seconds = {role: cost.alone_s(1) for role, cost in costs.items() if _may(mode, role, Role.DECODE)}
     found = []
     for name, legs, target_s in (("a first token", firsts, slo.ttft_s), ("a further token", seconds, slo.tpot_s)):
         if target_s is not None and legs and min(legs.values()) > target_s:

@@ -118,7 +118,7 @@ def _places(ask: Ask, w: WorkerBook, now_s: float) -> float:
     limit = w.state.max_running_requests
     if limit:
         by_room = min(by_room, max(0, limit - decodes))
-    if ask.targets.tpot_s is None or not by_room or o.cost.step_s(0, 0, 1, ask.context_tokens) >= ask.targets.tpot_s:
+    if ask.targets.tpot_s is None or not by_room or o.cost.alone_s(ask.context_tokens) >= ask.targets.tpot_s:
         return by_room
     room_s = ask.targets.tpot_s * (1.0 - o.duty) - o.gap_s * (1.0 - o.duty)
     each_s = o.cost.decode_s + o.cost.context_s * (ask.context_tokens + 0.5 * ask.output_tokens)

@@ -213,8 +213,7 @@ class Router:
         """Pairs with room, the one to take first, then up to `best` - 1 by cost; or why there is none.
 
         `extra_s`: seconds of prompts meant for a worker but not given yet. `shortlist`: so many of each kind are weighed, all where no more
-        than SHORTLIST are there. Of pairs that are as good as equal, the least recently used is
-        to be taken.
+        than SHORTLIST are there. Of pairs that are as good as equal, the least recently used is to be taken.
         """
         firsts = {w.name: weigh_first(w, ask, standing, extra_s.get(w.name, 0.0)) for w in _least_busy(standing, ask, extra_s, shortlist)}
         ready_s = 0.0

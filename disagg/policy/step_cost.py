@@ -40,6 +40,10 @@ class StepCost:
             + self.context_s * context_tokens
         )
 
+    def alone_s(self, context_tokens: float) -> float:
+        """A step of one decoding request with nobody beside it: no TPOT is shorter."""
+        return self.step_s(0, 0, 1, context_tokens)
+
     def prefill_s(self, tokens: float, cached: float, chunk: float, decodes: float = 0.0, context_tokens: float = 0.0) -> float:
         """Seconds to compute `tokens` prompt tokens after `cached` ones, in steps of `chunk` prompt tokens beside a decoding batch."""
         if tokens <= 0:

@@ -251,7 +251,7 @@ class WorkerBook:
         """
         if not self.accounts.groups:
             return None
-        alone_s = o.cost.step_s(0, 0, 1, o.context_tokens / max(1, o.decodes))
+        alone_s = o.cost.alone_s(o.context_tokens / max(1, o.decodes))
         return min((target_s for target_s in self.accounts.groups if target_s > alone_s), default=None)
 
     def until_let_in_s(self, busy_s: float, o: Outline) -> float:
