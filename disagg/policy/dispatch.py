@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from disagg.config import AdmissionSettings, SloClass
@@ -39,6 +40,7 @@ from disagg.types import EngineState, Mode, ModelInfo, Request, Role, Route
 FEED_S = 0.025  # a worker gets its next prompt when it has so much left, at the least: a round trip and the way through the gateway
 LOOK_AHEAD = 4  # waiters that are tried although one before them has to wait on
 REFRESH_S = 1.0  # how often workers are compared with their pool
+LATELY_S = 3.0  # a worker whose last step is older does not count in that
 EARLY_STEPS = 32  # of a worker; until then it is compared whenever it has twice as many
 MIN_NAP_S = 2e-3
 MAX_NAP_S = 0.1  # a worker that is overdue, or a decode side that is full, is looked at again after so long
@@ -526,9 +528,12 @@ class Dispatcher:
             self._typical = _median(sources).fit.cost
         for role in Role:
             if books := [w for w in self._workers.values() if w.role is role]:
-                typical = _median(books).fit.cost if len(books) > 1 else None
+                # What idle workers last learned may be old: how fast the pool is now, those tell that have work.
+                lately = [w for w in books if now_s - w.fit.last_s <= LATELY_S] or books
+                typical = _median(lately).fit.cost if len(books) > 1 else None
+                overhead_s = statistics.median_low([w.overhead_s for w in lately])
                 for book in books:
-                    book.compare(typical)
+                    book.compare(typical, overhead_s)
 
     def _wake_at_s(self, now_s: float) -> float | None:
         """When to look again, if nothing happens before: a deadline passes, a worker runs dry, or waiting for a worker is over."""

@@ -115,13 +115,13 @@ def weigh_first(w: WorkerBook, ask: Ask, standing: Standing, extra_s: float = 0.
     tokens = ask.context_tokens - cached
     wait_s = standing.waits_s[w] + extra_s
     core_s = w.prefill_s(tokens, cached, o)
-    prefill_s = core_s + w.overhead_s
+    prefill_s = core_s + o.overhead_s
     if ask.has_followers and w.prefilling and prefill_s < o.feed_s:
         prefill_s = o.feed_s  # others will share its step
     passing = w.passing_s(tokens, now_s) if w.pass_tokens else None
     if passing is not None and sum(passing) < wait_s + core_s:
         wait_s, core_s = passing
-        prefill_s = core_s + w.overhead_s
+        prefill_s = core_s + o.overhead_s
     else:
         passing = None
     cost = regret((ask.waited_s + wait_s + prefill_s) / ask.targets.ttft_scale_s)

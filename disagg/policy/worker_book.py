@@ -60,17 +60,17 @@ class Accounts:
 class Outline:
     """What follows from a worker's accounts and speed, as of an instant; made anew when either changes, or has become old.
 
-    `decodes`, with contexts of `context_tokens` in all: what decodes there now; `step_s`: a step of those (of an empty worker: of the first
-    request to come). `gap_s`: seconds per token once those that are coming are there too, prompts there lately included. `chunk_tokens`:
-    prompt tokens that a step takes beside the decodes. `whole_step_s`: a step as full of prompts as it
-    gets while nobody decodes, `mixed_s`: one beside the decodes. `feed_s`: the work that makes a step worth its weight reads: so much
-    stands ready.
-    `duty`: share of its time that prompts lately took from decoding, 0 to 0.95; `late_per_s`: steps too long for decoding, per second, each
-    counted by how much too long it was.
+    `overhead_s`: what a first token takes beyond the steps. `decodes`, with contexts of `context_tokens` in all: what decodes there now;
+    `step_s`: a step of those (of an empty worker: of the first request to come). `gap_s`: seconds per token once those that are coming
+    are there too, prompts there lately included. `chunk_tokens`: prompt tokens that a step takes beside the decodes. `whole_step_s`: a
+    step as full of prompts as it gets while nobody decodes, `mixed_s`: one beside the decodes. `feed_s`: the work that makes a step worth
+    its weight reads: so much stands ready. `duty`: share of its time that prompts lately took from decoding, 0 to 0.95; `late_per_s`:
+    steps too long for decoding, per second, each counted by how much too long it was.
     """
 
     at_s: float
     cost: StepCost
+    overhead_s: float
     decodes: int
     context_tokens: float
     step_s: float
@@ -96,6 +96,8 @@ class WorkerBook:
         self.fit = StepFit(prior)
         self.typical: StepCost | None = None  # of a typical worker of the pool; None when it is alone there
         self._believed = prior
+        self._is_slow = False  # slower than its pool
+        self._typical_overhead_s = 0.0
         self.accounts = Accounts()
         self.prefilling: dict[int, float] = {}  # predicted seconds of the prompts given and not answered yet, by key, in order
         self.busy_until_s = now_s
@@ -149,15 +151,17 @@ class WorkerBook:
         """Something changed."""
         self._outline = None
 
-    def compare(self, typical: StepCost | None) -> None:
-        """Take in what a typical worker of its pool costs; None when there is no other to compare it with."""
+    def compare(self, typical: StepCost | None, overhead_s: float = 0.0) -> None:
+        """Take in what a typical worker of its pool costs, and adds to first tokens; None when there is no other to compare it with."""
         self.typical = typical
+        self._typical_overhead_s = overhead_s
         self._believe()
         self._outline = None
 
     def _believe(self) -> None:
         """How much of the difference to its pool is the worker's own: little of what may be noise, and of what the first steps say."""
         own, typical, steps = self.fit.cost, self.typical, self.fit.num_steps
+        self._is_slow = False
         if typical is None:
             self._believed = own
         elif not steps:
@@ -166,6 +170,7 @@ class WorkerBook:
             own_s, typical_s = pace_s(own), pace_s(typical)
             far = abs(math.log(own_s / typical_s)) if own_s > 0 and typical_s > 0 else math.inf
             noise = NOISE + EARLY_NOISE / steps
+            self._is_slow = far > noise and own_s > typical_s
             self._believed = typical if far <= noise else typical.blended(own, 1.0 - (noise / far) ** 2)
 
     # ---- what follows
@@ -178,7 +183,8 @@ class WorkerBook:
         return found
 
     def _draw(self, now_s: float) -> Outline:
-        a, cost = self.accounts, self._cost(now_s)
+        a = self.accounts
+        cost, overhead_s = self._as_of(now_s)
         decodes = a.decodes + self._foreign
         context = a.context_tokens * (decodes / a.decodes) if a.decodes else 0.0
         step_s = cost.step_s(0, 0, decodes or 1, context)
@@ -194,6 +200,7 @@ class WorkerBook:
         return Outline(
             at_s=now_s,
             cost=cost,
+            overhead_s=overhead_s,
             decodes=decodes,
             context_tokens=context,
             step_s=step_s,
@@ -207,12 +214,18 @@ class WorkerBook:
             free_kv_tokens=min(self.state.total_kv_tokens - a.kv_tokens, self.state.free_kv_tokens - a.unseen_kv_tokens),
         )
 
-    def _cost(self, now_s: float) -> StepCost:
-        """Step costs as believed; of a worker that has had no work for a while, drawn towards its pool's: it may have recovered."""
+    def _as_of(self, now_s: float) -> tuple[StepCost, float]:
+        """Step costs and overhead as believed; those of a slow worker that idles drawn towards its pool's: it may have recovered."""
+        cost, overhead_s = self._believed, self.overhead_s
         idle_s = now_s - self.fit.last_s
-        if self.typical is None or self._believed is self.typical or idle_s <= 1.0:
-            return self._believed
-        return self._believed.blended(self.typical, 1.0 - 2.0 ** (-idle_s / IDLE_HALF_LIFE_S))
+        if self.typical is None or idle_s <= 1.0:
+            return cost, overhead_s
+        keep = 2.0 ** (-idle_s / IDLE_HALF_LIFE_S)
+        if self._is_slow:
+            cost = cost.blended(self.typical, 1.0 - keep)
+        if overhead_s > self._typical_overhead_s:
+            overhead_s = self._typical_overhead_s + keep * (overhead_s - self._typical_overhead_s)
+        return cost, overhead_s
 
     def _silence_s(self, now_s: float, step_s: float) -> float:
         """How long a decoding worker has been silent, when that is longer than it should be."""

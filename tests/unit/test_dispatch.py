@@ -139,6 +139,39 @@ def test_a_slow_worker_loses_its_share_within_20_steps_and_gets_it_back(mode: Mo
     assert share(40) > 0.15
 
 
+def test_those_who_idle_since_the_machine_was_slow_are_tried_again() -> None:
+    """All were slow. One shows that this is over; the others get no work to show it with, unless they are believed to be like it."""
+    rig = Rig(prefill=1, decode=4)
+    for name in ("d0", "d1", "d2", "d3"):
+        rig.steps(name, 40, factor=3.0)
+    rig.now_s += 0.1
+    rig.steps("d0", 40)
+    seen = set()
+    for _ in range(80):
+        grant = rig.decoding(rig.grant(64, 200))
+        seen.add(grant.route.decode)
+        rig.now_s += 0.25
+        rig.steps(grant.route.decode, 10)
+        rig.end(grant.key)
+    assert seen == {"d0", "d1", "d2", "d3"}
+
+
+def test_first_tokens_that_were_late_once_are_not_held_against_an_idle_worker_for_ever() -> None:
+    rig = Rig(prefill=3, decode=1)
+    workers = rig.dispatcher.workers
+    for name, overhead_s in (("p0", 0.01), ("p1", 0.01), ("p2", 0.05)):
+        workers[name].overhead_s = overhead_s
+        rig.steps(name, 40, batch=0, prompt=64)
+    rig.grant()
+    assert workers["p2"].outline(rig.now_s).overhead_s == 0.05
+    rig.now_s += 10.0
+    rig.steps("p0", 1, batch=0, prompt=64)
+    rig.grant()
+    assert workers["p0"].outline(rig.now_s).overhead_s == 0.01
+    assert workers["p1"].outline(rig.now_s).overhead_s == 0.01
+    assert 0.01 < workers["p2"].outline(rig.now_s).overhead_s < 0.02
+
+
 def test_kv_that_comes_to_a_worker_with_a_long_prompt_waits_for_its_end() -> None:
     """Engines serve in order of arrival: until the prompt's last step nothing is left for others, unless it leaves them a part of each."""
     waits_s = []
