@@ -140,10 +140,18 @@ class OpenLoop:
         if not pacer.cancelled() and pacer.exception() is not None:
             self._ended.put_nowait(pacer)
 
+    async def send_now(self, request: PlannedRequest) -> Row:
+        """One request at once, for whoever has a schedule of their own; its row's clock is this process's."""
+        prompt, digest = self._prompt(request)
+        return await self._one(request, prompt, digest)
+
+    def _prompt(self, request: PlannedRequest) -> tuple[tuple[int, ...], str]:
+        prompt = request.prompt_ids(self._vocab_size)
+        return prompt, hashlib.blake2b(array("l", prompt).tobytes(), digest_size=8).hexdigest()
+
     async def _pace(self) -> None:
         for request in self._requests:
-            prompt = request.prompt_ids(self._vocab_size)  # made ahead of its time, one by one: a round's prompts may not fit the memory
-            digest = hashlib.blake2b(array("l", prompt).tobytes(), digest_size=8).hexdigest()
+            prompt, digest = self._prompt(request)  # made ahead of its time, one by one: a round's prompts may not fit the memory
             wait_s = self._start_s + request.due_s - time.monotonic()
             await asyncio.sleep(max(0.0, wait_s))
             task = asyncio.create_task(self._one(request, prompt, digest))
