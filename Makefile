@@ -1,6 +1,6 @@
 # make demo   set up, then compare disaggregated with colocated serving on this machine   (result in out/demo)
 # make test   set up, then lint, type-check and run every test
-# make bench  set up, then three workloads at five rates on this machine's cores, about 40 minutes    (report in out/bench)
+# make bench  set up, then three workloads at five rates, sized to this machine, within 45 minutes       (report in out/bench)
 # make proto  generate disagg/pb from proto/ again
 # make setup  only the set-up: a virtual environment in .venv, disagg in it, and a small model in the user's cache
 #

@@ -1,62 +1,111 @@
 """`make bench`: colocated (its chunk tuned), disaggregated and adaptive serving on this machine, three workloads at five rates each.
 
-    python -m bench.ab [--topology FILE] [--out out/bench] [--only short-chat ...] [--resume]
+    python -m bench.ab [--topology FILE] [--out out/bench] [--budget-min 45] [--only short-chat ...] [--resume]
 
-Each workload is one `disagg ab` with its own result and report in OUT/WORKLOAD; OUT/summary.md has the verdicts. Rates, rounds and
-durations are such that all of it takes about 40 minutes on 2 cores; more rounds (`--rounds`) make the intervals narrower. Interrupted, it
-goes on with --resume.
+First the machine is measured (calibrate.py, about three minutes): lengths, TPOT targets and rates follow from that by its rules, rounds
+and durations from the time that is left; OUT/plan.json and the first lines of the output say all of it. Then each workload is one
+`disagg ab` with its own result and report in OUT/WORKLOAD; OUT/summary.md has the verdicts. The chunk is searched on cpu-interference,
+whose long prompts are what chunks are about, and is used in all three. Interrupted, it goes on with --resume, by the same plan.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import yaml
+
+from bench.calibrate import Capacity, Speed, calibrate, scaled, slower_targets
+from disagg.ab.arms import parse_arms
+from disagg.ab.chunk_search import TRIAL_S
 from disagg.ab.result import Result, read_result
+from disagg.ab.workload import load_workload
+from disagg.config import Topology, load_topology, parse_topology
+from disagg.launch.session import RaySession
+from disagg.models import BUNDLED
 
 ARMS = "colocated,disagg,adaptive"
+TUNED_ON = "cpu-interference"
+WORKLOADS = (TUNED_ON, "short-chat", "azure-conv-cpu")
+CHUNK_TRIALS = 3
+RATES = 5
+SHORTEST_S, LONGEST_S = 8.0, 75.0  # of a turn's sending
+ONE_ROUND_BELOW_S = 12.0  # shorter turns than this, and one round twice as long says more than two
+ENGINE_ARGS = {"kv_cache_memory_bytes": 512 << 20}  # so that six engines fit the memory beside each other
+BOXES_GIB = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A workload, its rates in requests/s from light to past what two slow cores keep up with, and how long each round sends."""
+class Plan:
+    """What is run. `case_s`: seconds that each workload may take, starts included. `duration_s`: how long each turn sends, by workload."""
 
-    workload: str
-    rates: tuple[float, ...]
-    duration_s: float
+    budget_min: float
+    speed: Speed
+    capacity: Mapping[str, Capacity]
+    case_s: float
+    rounds: Mapping[str, int]
+    duration_s: Mapping[str, float]
+
+    def lines(self) -> list[str]:
+        """For people."""
+        speed = self.speed
+        each_s = f"{speed.prefill_tokens_per_s:.0f} tokens/s of prefill, {speed.step_s * 1e3:.0f} ms a step"
+        said = [
+            f"one worker here: {each_s}; an arm is up in {speed.start_s:.0f} s",
+            f"so prompts x {speed.input_factor:.2f}, answers x {speed.output_factor:.2f}, TPOT targets / {speed.output_factor:.2f}",
+        ]
+        for name, capacity in self.capacity.items():
+            rates = ", ".join(f"{rate:g}" for rate in capacity.rates)
+            each = f"{self.rounds[name]} round{'s' if self.rounds[name] > 1 else ''} of {self.duration_s[name]:.0f} s"
+            said.append(f"{name}: {rates} requests/s (capacity {capacity.completed_per_s:.2f}), {each} at each for each arm")
+        return [*said, f"{self.case_s / 60:.1f} minutes for each workload, {self.budget_min:g} in all"]
 
 
-CASES = (
-    Case("short-chat", (0.6, 1.5, 3.0, 5.0, 8.0), 9.0),
-    Case("cpu-interference", (0.3, 0.57, 0.85, 1.2, 1.8), 16.0),
-    Case("azure-conv-cpu", (0.4, 0.8, 1.5, 2.5, 4.0), 10.0),
-)
+def plan(budget_min: float, spent_s: float, speed: Speed, capacity: Mapping[str, Capacity], arms: int) -> Plan:
+    """Share what is left of the budget between the workloads; turns are as long as that allows."""
+    left_s = max(0.0, 60 * budget_min - spent_s)
+    trials_s = CHUNK_TRIALS * (speed.start_s + TRIAL_S + capacity[TUNED_ON].longest_s) if TUNED_ON in capacity else 0.0
+    case_s = (left_s - trials_s) / len(capacity)
+    rounds, durations = {}, {}
+    for name, one in capacity.items():
+        warm_up_s = 3 * one.longest_s  # of an arm: its shortest, median and longest requests, one kind after the other
+        turn_s = (case_s - arms * (speed.start_s + warm_up_s)) / (RATES * arms)
+        sending_s = turn_s / 2 - 1.5 * one.longest_s  # the rest of a turn goes by until its last answers are there
+        rounds[name] = 2 if sending_s >= ONE_ROUND_BELOW_S else 1
+        durations[name] = round(min(LONGEST_S, max(SHORTEST_S, turn_s / rounds[name] - 1.5 * one.longest_s)), 1)
+    return Plan(budget_min, speed, dict(capacity), case_s, rounds, durations)
 
 
 def main() -> int:
-    """Run the cases one after the other; 1 when one failed or is no result."""
+    """Calibrate, then run the cases one after the other; 1 when one failed or is no result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--topology", default="cluster/topologies/cpu-1p1d.yaml")
+    parser.add_argument("--topology", type=Path, default=Path("cluster/topologies/cpu-1p1d.yaml"))
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
-    parser.add_argument("--only", nargs="*", choices=[case.workload for case in CASES], default=[])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--budget-min", type=float, default=42.0, help="minutes for all of it")
+    parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=[])
     parser.add_argument("--resume", action="store_true")
     given = parser.parse_args()
     begin_s = time.monotonic()
+    names = [name for name in WORKLOADS if not given.only or name in given.only]
+    given.out.mkdir(parents=True, exist_ok=True)
+    planned = _planned(given, names, begin_s)
+    print("\n".join(planned.lines()), flush=True)
     failed = []
-    for case in CASES:
-        if given.only and case.workload not in given.only:
+    for name in planned.capacity:
+        if given.resume and (given.out / name / "result.json").exists():
             continue
-        if given.resume and (given.out / case.workload / "result.json").exists():
-            continue
-        if subprocess.run(_command(case, given), check=False).returncode:
-            failed.append(case.workload)
-        print(f"{case.workload}: done {(time.monotonic() - begin_s) / 60:.1f} min after the start", flush=True)
-    text = _summary(given.out)
+        if subprocess.run(_command(name, planned, given.out, resume=given.resume), check=False).returncode:
+            failed.append(name)
+        print(f"{name}: done {(time.monotonic() - begin_s) / 60:.1f} min after the start", flush=True)
+    text = _summary(planned, given.out)
     (given.out / "summary.md").write_text(text)
     print(text)
     if failed:
@@ -64,23 +113,70 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _command(case: Case, given: argparse.Namespace) -> list[str]:
-    folder = given.out / case.workload
+def _planned(given: argparse.Namespace, names: list[str], begin_s: float) -> Plan:
+    """The plan that is in the folder, to go on with; else a new one, from a calibration. Its files are written."""
+    file = given.out / "plan.json"
+    if given.resume and file.exists():
+        return _read_plan(json.loads(file.read_text()))
+    topology = _for_bench(load_topology(given.topology), given.topology.parent)
+    with RaySession.start([topology], None) as session:
+        speed, capacity = asyncio.run(calibrate(topology, given.topology.parent, names, session))
+    arms = len(parse_arms(ARMS, topology))
+    found = plan(given.budget_min, time.monotonic() - begin_s, speed, capacity, arms)
+    raw = topology.model_dump(mode="json", exclude_none=True)
+    raw["slo_classes"] = [c.model_dump(mode="json", exclude_none=True) for c in slower_targets(topology.slo_classes, speed)]
+    (given.out / "topology.yaml").write_text(yaml.safe_dump(raw, sort_keys=False))
+    for name in names:
+        workload = scaled(load_workload(name), speed).model_copy(update={"duration_s": found.duration_s[name]})
+        (given.out / f"{name}.yaml").write_text(yaml.safe_dump(workload.model_dump(mode="json", exclude_none=True), sort_keys=False))
+    file.write_text(json.dumps(asdict(found), indent=1) + "\n")
+    return found
+
+
+def _read_plan(raw: Mapping[str, Any]) -> Plan:
+    capacity = {name: Capacity(**{**one, "rates": tuple(one["rates"])}) for name, one in raw["capacity"].items()}
+    return Plan(**{**raw, "speed": Speed(**raw["speed"]), "capacity": capacity})
+
+
+def _for_bench(topology: Topology, base_dir: Path) -> Topology:
+    """With less memory for each engine on CPUs, and a model that is found from another folder, too."""
+    raw = topology.model_dump(exclude_none=True)
+    if topology.engine.kind == "vllm" and not any(pool.gpus for pool in topology.active_pools().values()):
+        raw["engine"]["args"] = {**raw["engine"]["args"], **ENGINE_ARGS}
+        raw["kv"] |= {"outbox_gib": BOXES_GIB, "inbox_gib": BOXES_GIB}
+    if topology.model not in BUNDLED and (folder := base_dir / topology.model).exists():
+        raw["model"] = str(folder.resolve())
+    return parse_topology(raw)
+
+
+def _command(name: str, planned: Plan, out: Path, *, resume: bool) -> list[str]:
+    folder = out / name
+    tuned = _chosen_chunk(out) if name != TUNED_ON else None
+    chunk = ["--chunk-trials", str(CHUNK_TRIALS)] if tuned is None else ["--chunk", str(tuned)]
+    limit_s = planned.case_s + (CHUNK_TRIALS * (planned.speed.start_s + TRIAL_S) if tuned is None else 0.0)
     return [
-        *(sys.executable, "-c", "from disagg.cli import app; app()", "ab", given.topology),
-        *("--workload", case.workload, "--arms", ARMS, "--rates", ",".join(f"{rate:g}" for rate in case.rates)),
-        *("--duration-s", f"{case.duration_s:g}", "--rounds", str(given.rounds), "--chunk-trials", "3", "--out", str(folder)),
-        *(["--resume"] if given.resume and (folder / "run.json").exists() else []),
+        *(sys.executable, "-c", "from disagg.cli import app; app()", "ab", str(out / "topology.yaml")),
+        *("--workload", str(out / f"{name}.yaml"), "--arms", ARMS, "--rounds", str(planned.rounds[name])),
+        *("--rates", ",".join(f"{rate:g}" for rate in planned.capacity[name].rates), "--limit-min", f"{limit_s / 60:.2f}"),
+        *(*chunk, "--out", str(folder)),
+        *(["--resume"] if resume and (folder / "run.json").exists() else []),
     ]
 
 
-def _summary(out: Path) -> str:
+def _chosen_chunk(out: Path) -> int | None:
+    """What the search on TUNED_ON chose; None where it was not made."""
+    file = out / TUNED_ON / "result.json"
+    search = read_result(file).chunk_search if file.exists() else None
+    return None if search is None else search.chosen_tokens
+
+
+def _summary(planned: Plan, out: Path) -> str:
     """A Markdown table: verdicts, and attainment by rate and arm."""
-    lines = []
-    for case in CASES:
-        path = out / case.workload / "result.json"
+    lines = [f"- {line}" for line in planned.lines()] + [""]
+    for name in planned.capacity:
+        path = out / name / "result.json"
         if path.exists():
-            lines += _section(case.workload, read_result(path))
+            lines += _section(name, read_result(path))
     return "\n".join(lines) + "\n"
 
 

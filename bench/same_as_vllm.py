@@ -246,7 +246,7 @@ async def deployed(file: Path) -> AsyncIterator[tuple[str, str, str]]:
     """Bring a topology up; yields its door's URL, the model's name and the folder with its tokenizer."""
     port = free_port()
     topology = load_topology(file, {"gateway.http_port": port, "gateway.port": 0})
-    arm = Arm("same", topology.mode.value, topology)
+    arm = Arm("same", topology.mode, topology)
     with RaySession.start([topology], None) as session:
         source = RayArms(session, [arm], resident=False, base_dir=file.parent, say=lambda line: print(line, file=sys.stderr, flush=True))
         try:

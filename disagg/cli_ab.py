@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import time
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +62,9 @@ def ab(
         None, "--rounds", min=1, max=100, help="Rounds of all arms; default: the workload's, then more until differences are clear."
     ),
     max_rounds: int | None = typer.Option(None, "--max-rounds", min=1, max=100, help="The most rounds, without --rounds; default: twice."),
+    limit_min: float | None = typer.Option(
+        None, "--limit-min", min=0.1, help="Minutes, chunk search included, after which no further round begins; the first is always whole."
+    ),
     seed: int | None = typer.Option(None, "--seed", help="Seed of due times, lengths and prompts; default: the workload's."),
     settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help=SET_HELP),
     chunk: str | None = typer.Option(
@@ -103,6 +108,7 @@ def ab(
         search=RangeSearch(points=points) if sweep else None,
         rounds=rounds,
         most_rounds=max_rounds,
+        limit_s=None if limit_min is None else 60 * limit_min,
         seed=seed,
         vocab_size=_vocab_size(loaded, topology.parent) if all(arm.topology is None for arm in chosen) else None,
     )
@@ -217,7 +223,9 @@ async def _run(
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     colocated = next((arm for arm in comparison.arms if arm.kind == "colocated"), None)
     if chunk_trials and colocated is not None:
+        begin_s = time.monotonic()
         comparison = tuned(comparison, await _search(comparison, colocated, session, base_dir, folder, progress, chunk_trials))
+        comparison = replace(comparison, rounds=comparison.rounds.after(time.monotonic() - begin_s))
     source = RayArms(session, comparison.arms, resident=comparison.resident, base_dir=base_dir, say=progress.say)
     try:
         return await run_ab(comparison, source, folder, progress, resume=resume)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -182,6 +183,9 @@ def replay(
     console.print(render(result))
     console.print(f"{folder.result}  {folder.requests}", soft_wrap=True)
     print_report(folder.path)
+    if result.not_a_result is not None:
+        console.print(f"not a result: {result.not_a_result}", soft_wrap=True)
+        raise typer.Exit(1)
 
 
 async def _replay(recording: Recording, to: str | None, file: Path | None, settings: list[str], folder: Any, progress: Any) -> Result:
@@ -208,7 +212,7 @@ async def _endpoint(to: str | None, loaded: Any, file: Path | None, progress: An
 
     assert file is not None
     with RaySession.start([loaded], None) as session:
-        source = RayArms(session, [Arm(REPLAY, loaded.mode.value, loaded)], resident=False, base_dir=file.parent, say=progress.say)
+        source = RayArms(session, [Arm(REPLAY, loaded.mode, loaded)], resident=False, base_dir=file.parent, say=progress.say)
         try:
             yield (await source.use(REPLAY)).endpoint
         finally:
@@ -216,16 +220,15 @@ async def _endpoint(to: str | None, loaded: Any, file: Path | None, progress: An
 
 
 @asynccontextmanager
-async def _client(endpoint: str) -> AsyncIterator[tuple[StreamingClient, str, int]]:
-    """A client, the model's name and its vocabulary's size."""
-    from disagg.ab.external import ExternalClient
-    from disagg.ab.turns import DEFAULT_VOCAB
+async def _client(endpoint: str) -> AsyncIterator[tuple[StreamingClient, str, int | None]]:
+    """A client, the model's name and its vocabulary's size, None where nobody says."""
+    from disagg.ab.external import KEY_VARIABLE, ExternalClient
     from disagg.client import AsyncClient
 
     if endpoint.startswith(("http://", "https://")):
-        async with ExternalClient(endpoint) as external:
+        async with ExternalClient(endpoint, token=os.environ.get(KEY_VARIABLE)) as external:
             await external.max_model_len()
-            yield external, endpoint, DEFAULT_VOCAB
+            yield external, external.model, None
         return
     async with AsyncClient(endpoint) as client:
         info = await client.model_info()

@@ -190,7 +190,9 @@ def _worker_gib(topology: Topology, role: Role) -> float:
     boxes = sum(_DEFAULT_BOX_GIB if gib is None else gib for gib in (topology.kv.outbox_gib, topology.kv.inbox_gib))
     if topology.engine.kind == "simulated":
         return 0.2 + boxes
-    return _ENGINE_BASE_GIB + boxes + float(topology.engine_env(role).get("VLLM_CPU_KVCACHE_SPACE", _DEFAULT_KV_GIB))
+    own_bytes = topology.engine_args(role).get("kv_cache_memory_bytes")
+    kv = own_bytes / GIB if isinstance(own_bytes, int) else float(topology.engine_env(role).get("VLLM_CPU_KVCACHE_SPACE", _DEFAULT_KV_GIB))
+    return _ENGINE_BASE_GIB + boxes + kv
 
 
 def most_workers(topology: Topology) -> int:

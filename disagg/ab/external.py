@@ -29,6 +29,7 @@ from disagg.errors import (
 )
 from disagg.types import FinishReason, Token
 
+KEY_VARIABLE = "OPENAI_API_KEY"  # whose value is sent as a bearer token, where it is set
 CONNECT_TIMEOUT_S = 5.0
 INFO_TIMEOUT_S = 10.0
 _UNNAMED = Token(token_id=-1)
@@ -43,7 +44,7 @@ class ExternalClient:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         self._session = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
-        self._model = ""
+        self.model = ""
 
     async def __aenter__(self) -> Self:
         return self
@@ -62,7 +63,7 @@ class ExternalClient:
                 if response.status != 200:
                     raise ConfigError(key="external", value=f"{self.url}: HTTP {response.status}", expected=expected)
                 models = (await response.json(content_type=None))["data"]
-                self._model = str(models[0]["id"])
+                self.model = str(models[0]["id"])
                 length = models[0].get("max_model_len")
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError) as error:
             message = f"external: {self.url}/v1/models: {type(error).__name__}: {error}; expected {expected}"
@@ -81,7 +82,7 @@ class ExternalClient:
     ) -> AsyncGenerator[Part, None]:
         """The answer as it comes. Raises the errors of a gateway's client. `slo_class` stays here: OpenAI's API has no such thing."""
         body = {
-            "model": self._model,
+            "model": self.model,
             "prompt": list(prompt) if not isinstance(prompt, str) else prompt,
             "max_tokens": max_tokens,
             "temperature": temperature,

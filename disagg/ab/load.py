@@ -25,6 +25,7 @@ LATE_S = 0.010  # a send or a wake-up later than this counts as late
 LATE_SHARE = 0.01  # and this share of late ones is worth a warning
 BEHIND_SHARE = 0.01  # a schedule that slips by this share of its own length is not the workload any more
 _SHORTEST_S = 10.0  # of a schedule, for that share: a hiccup of the machine is not a sender that cannot keep up
+DEFAULT_VOCAB = 32_000  # prompts' token ids stay below it where nobody says how large the model's vocabulary is
 _HEARTBEAT_S = 0.05
 _GRACE_S = 5.0  # past a request's own deadline, before the sender gives up on its stream
 

@@ -15,6 +15,8 @@ from disagg.config import SloClass
 
 Unit = Literal["share", "s", "tokens/s", "requests/s"]
 Samples = Callable[[Row], Sequence[float]]
+ATTAINMENT = "SLO attainment"
+SHARE_FLOOR = 0.02  # of a share: a difference that somebody would act on
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,8 @@ def attainment(classes: Mapping[str, SloClass], slo_class: str | None = None) ->
         return (float(row_meets(row, classes[row.slo_class])),) if row.is_judged else ()
 
     targeted = any(c.ttft_s is not None or c.tpot_s is not None for c in classes.values())
-    name = "SLO attainment" if targeted else "share completed"
-    return Measure(name, slo_class, "share", _of_class(met, slo_class), None, True, lambda _a, _b: 0.02)
+    name = ATTAINMENT if targeted else "share completed"
+    return Measure(name, slo_class, "share", _of_class(met, slo_class), None, True, lambda _a, _b: SHARE_FLOOR)
 
 
 def compared(sides: Sequence[Sequence[Row]], classes: Mapping[str, SloClass]) -> list[Measure]:

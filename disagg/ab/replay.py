@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from disagg.ab.conclude import conclude
 from disagg.ab.environment import describe
-from disagg.ab.load import OpenLoop, StreamingClient
+from disagg.ab.load import DEFAULT_VOCAB, LoadReport, OpenLoop, StreamingClient
 from disagg.ab.out import OutFolder
 from disagg.ab.progress import RunProgress
 from disagg.ab.result import PointReport, Result, RoundReport, arm_figures, classes_of, read_result
@@ -20,15 +20,19 @@ from disagg.ab.trace_plan import AnyWorkload, at_rate, mean_rate_rps
 from disagg.ab.trace_workload import TraceWorkload
 from disagg.ab.workload import PlannedRequest, Workload
 from disagg.config import SloClass, Topology, validated
-from disagg.errors import ConfigError, nearest
+from disagg.errors import ConfigError, DisaggError, nearest
 
 REPLAY = "replay"
+_WARM_UP_COPIES = 2  # of each length; how many workers there are is not known
 Turn = tuple[float, int]  # requests/s, round
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One arm's requests as they were sent. `turns`: what to send again, by rate and round. `same_prompts`: token for token."""
+    """One arm's requests as they were sent. `turns`: what to send again, by rate and round. `same_prompts`: token for token.
+
+    `vocab_size`: from which prompts were drawn; None where the recording does not say.
+    """
 
     arm: str
     rows: tuple[Row, ...]
@@ -37,6 +41,7 @@ class Recording:
     workload: Mapping[str, Any]
     timeout_s: float
     same_prompts: bool
+    vocab_size: int | None
 
 
 def load_recording(path: Path, arm: str | None = None) -> Recording:
@@ -56,7 +61,9 @@ def load_recording(path: Path, arm: str | None = None) -> Recording:
     result = read_result(beside) if beside.exists() else None
     classes = _classes(own, result)
     planned, same = _planned(own, result, classes)
-    return Recording(chosen, own, planned, classes, dict(result.workload) if result else {"name": path.stem}, _timeout_s(result), same)
+    workload = dict(result.workload) if result else {"name": path.stem}
+    vocab_size = result.environment.get("vocab_size") if result is not None else None
+    return Recording(chosen, own, planned, classes, workload, _timeout_s(result), same, vocab_size)
 
 
 def _classes(rows: Sequence[Row], result: Result | None) -> tuple[SloClass, ...]:
@@ -124,15 +131,23 @@ def _from_row(row: Row) -> PlannedRequest:
 
 
 async def replay(
-    recording: Recording, client: StreamingClient, vocab_size: int, out: OutFolder, progress: RunProgress, environment: Mapping[str, Any]
+    recording: Recording,
+    client: StreamingClient,
+    vocab_size: int | None,
+    out: OutFolder,
+    progress: RunProgress,
+    environment: Mapping[str, Any],
 ) -> Result:
     """Send everything again, turn by turn; rows of both runs go to `out`, so that its result compares them. Failed requests are counted.
 
-    Raises DisaggError when the disk is full.
+    `vocab_size`: of the model that is asked, None where it does not say.
+    Raises DisaggError when a warm-up request fails, or the disk is full.
     """
+    vocab_size = min(filter(None, (recording.vocab_size, vocab_size)), default=DEFAULT_VOCAB)
     sent: list[Row] = []
-    in_flight: dict[Turn, float] = {}
+    reports: dict[Turn, LoadReport] = {}
     progress.plan(len(recording.turns), max(p.due_s for turn in recording.turns.values() for p in turn))
+    await _warm_up(recording, client, vocab_size, progress)
     with RowFile(out.requests) as file:
         for row in recording.rows:
             file.append(row)
@@ -144,18 +159,33 @@ async def replay(
                     sent.append(row)
                     file.append(row)
                     progress.request_ended()
-            in_flight[turn] = load.report.mean_in_flight
+            reports[turn] = load.report
             progress.end_turn()
-    result = _result(recording, sent, in_flight, environment)
+    result = _result(recording, sent, reports, environment)
     out.write_result(result.to_json())
     return result
 
 
-def _result(recording: Recording, sent: Sequence[Row], in_flight: Mapping[Turn, float], environment: Mapping[str, Any]) -> Result:
+async def _warm_up(recording: Recording, client: StreamingClient, vocab_size: int, progress: RunProgress) -> None:
+    """The shortest, the median and the longest request, a few of each at once, unmeasured. Raises DisaggError when one fails."""
+    ordered = sorted(recording.rows, key=lambda row: (row.input_tokens, row.max_output_tokens))
+    kinds = list(dict.fromkeys((ordered[0], ordered[len(ordered) // 2], ordered[-1])))
+    progress.say(f"warming up: {len(kinds) * _WARM_UP_COPIES} requests")
+    for row in kinds:
+        alike = [replace(_from_row(row), seed=f"replay/warm-up/{row.index}/{copy}", due_s=0.0) for copy in range(_WARM_UP_COPIES)]
+        load = OpenLoop(client, alike, arm=REPLAY, vocab_size=vocab_size, timeout_s=recording.timeout_s)
+        async with aclosing(load.rows()) as rows:
+            async for ended in rows:
+                if not ended.is_whole:
+                    what = f"warm-up request of {ended.input_tokens} tokens in, {ended.max_output_tokens} out"
+                    raise DisaggError(f"replay: a {what} failed: {ended.error}: {ended.message}")
+
+
+def _result(recording: Recording, sent: Sequence[Row], reports: Mapping[Turn, LoadReport], environment: Mapping[str, Any]) -> Result:
     original = [replace(r, rate_rps=r.rate_rps or 0.0) for r in recording.rows]
     rows = {recording.arm: original, REPLAY: list(sent)}
     verdict, reference = conclude(rows, recording.classes)
-    points = [_point(recording, rows, rate, in_flight) for rate in sorted({rate for rate, _ in recording.turns})]
+    points = [_point(recording, rows, rate, reports) for rate in sorted({rate for rate, _ in recording.turns})]
     point = next(p for p in points if p.rate_rps == reference)
     return Result(
         schema=2,
@@ -167,15 +197,16 @@ def _result(recording: Recording, sent: Sequence[Row], in_flight: Mapping[Turn, 
         arms=point.arms,
         verdict=verdict,
         warnings=_warnings(recording, sent),
+        not_a_result=next((fault for report in reports.values() if (fault := report.fault) is not None), None),
     )
 
 
-def _point(recording: Recording, rows: Mapping[str, Sequence[Row]], rate: float, in_flight: Mapping[Turn, float]) -> PointReport:
+def _point(recording: Recording, rows: Mapping[str, Sequence[Row]], rate: float, reports: Mapping[Turn, LoadReport]) -> PointReport:
     numbers = sorted(number for r, number in recording.turns if r == rate)
     at = {name: [r for r in own if (r.rate_rps or 0.0) == rate] for name, own in rows.items()}
-    counted = [in_flight[(rate, number)] for number in numbers]
+    counted = [reports[(rate, number)].mean_in_flight for number in numbers]
     arms = {name: arm_figures(own, recording.classes, counted if name == REPLAY else None) for name, own in at.items()}
-    rounds = [RoundReport(round=number, order=[REPLAY], sender={}) for number in numbers]
+    rounds = [RoundReport(round=number, order=[REPLAY], sender={REPLAY: asdict(reports[(rate, number)])}) for number in numbers]
     return PointReport(rate_rps=rate, probe=False, rounds=rounds, arms=arms, stopped="as recorded")
 
 

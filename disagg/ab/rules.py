@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from disagg.ab.measures import row_meets
 from disagg.ab.result import WarmUpReport
@@ -22,10 +22,22 @@ _LEAST_IN_WINDOW = 4
 @dataclass(frozen=True, slots=True)
 class RoundRule:
     """Rounds per point: at least `least`; then until each difference in attainment is known to `NARROW`, or is surely none of chance; at
-    most `most`."""
+    most `most`. `limit_s`: no round after the first begins that would probably end later than that after the run's begin.
+    """
 
     least: int
     most: int
+    limit_s: float | None = None
+
+    def after(self, spent_s: float) -> RoundRule:
+        """The rule for a run that begins when `spent_s` of the limit are gone."""
+        return self if self.limit_s is None else replace(self, limit_s=self.limit_s - spent_s)
+
+    def out_of_time(self, spent_s: float, next_round_s: float) -> str | None:
+        """Why no further round begins, None when there is time for one."""
+        if self.limit_s is None or spent_s + next_round_s <= self.limit_s:
+            return None
+        return f"a further round of about {next_round_s:.0f} s would end after the limit of {self.limit_s:.0f} s"
 
     def stopped(self, rounds: int, rows: Mapping[str, Sequence[Row]], classes: Sequence[SloClass]) -> str | None:
         """Why `rounds` rounds are enough, None when they are not. `rows`: of the point, by arm."""

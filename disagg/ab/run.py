@@ -11,6 +11,8 @@ interrupted goes on where it was (journal.py).
 from __future__ import annotations
 
 import json
+import statistics
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,6 +74,7 @@ def compare(
     search: RangeSearch | None = None,
     rounds: int | None = None,
     most_rounds: int | None = None,
+    limit_s: float | None = None,
     seed: int | None = None,
     chunk_search: ChunkSearch | None = None,
     vocab_size: int | None = None,
@@ -79,7 +82,7 @@ def compare(
     """Check everything that can be checked before an engine starts. Raises ConfigError.
 
     `rates`: empty and no `search`: the workload's own. `rounds`: exactly so many; None: the workload's at least, `most_rounds` (default
-    twice as many) at most.
+    twice as many) at most. `limit_s`: as RoundRule's, from when the first arm is brought up.
     """
     arms = own_arms(topology) if arms is None else arms
     classes = topology.slo_classes
@@ -95,7 +98,7 @@ def compare(
         check_workload(paced, classes, None)
         plan_round(paced, classes, as_run.seed, 0)
     least = workload.rounds if rounds is None else rounds
-    rule = RoundRule(least, least if rounds is not None else max(least, most_rounds or 2 * least))
+    rule = RoundRule(least, least if rounds is not None else max(least, most_rounds or 2 * least), limit_s)
     return Comparison(tuple(arms), tuple(classes), as_run, chosen, search, rule, resident, chunk_search, vocab_size)
 
 
@@ -115,7 +118,7 @@ async def run_ab(comparison: Comparison, source: ArmSource, out: OutFolder, prog
         run = _Run(comparison, turns, progress)
         probes = await run.find_range() if comparison.search is not None and not comparison.rates else ()
         stopped = await run.measure(comparison.rates or run.rates)
-        result = result_of(comparison, turns, environment, probes, stopped)
+        result = result_of(comparison, turns, {**environment, "vocab_size": turns.vocabulary}, probes, stopped)
     out.write_result(result.to_json())
     return result
 
@@ -129,6 +132,8 @@ class _Run:
         self._progress = progress
         self._own_rps = rounded(mean_rate_rps(comparison.workload, comparison.classes))
         self.rates: tuple[float, ...] = ()
+        self._begin_s = time.monotonic()
+        self._turn_s: list[float] = []  # how long each turn took; the first ones with what brought the arm up
 
     async def find_range(self) -> tuple[float, ...]:
         """Bisect on the best arm's attainment, one round a rate; sets `rates`, returns what was probed."""
@@ -166,9 +171,15 @@ class _Run:
             for rate in open_:
                 if why := rule.stopped(round_ + 1, self._rows_at(rate), self._comparison.classes):
                     stopped[rate] = why
-            if len(stopped) == len(rates):
+            still_open = [rate for rate in rates if rate not in stopped]
+            if not still_open:
                 break
+            if late := rule.out_of_time(time.monotonic() - self._begin_s, len(still_open) * len(arms) * self._usual_turn_s()):
+                return stopped | dict.fromkeys(still_open, f"after round {round_ + 1}: {late}")
         return stopped
+
+    def _usual_turn_s(self) -> float:
+        return statistics.median(self._turn_s) if self._turn_s else 0.0
 
     def _rows_at(self, rate: float) -> dict[str, list[Row]]:
         return {arm.name: rows_of(self._turns.rows, arm.name, rate) for arm in self._comparison.arms}
@@ -189,7 +200,9 @@ class _Run:
             workload = self._paced(rate)
             planned = planned_at(workload, rate, self._comparison.classes, round_)
             at = f", {rate:g}/s" if len(rates) > 1 else ""
+            begin_s = time.monotonic()
             await self._turns.measure(arm, workload, rate, planned, place, f"{title}{at}, {arm.name}")
+            self._turn_s.append(time.monotonic() - begin_s)
 
     def _order(self, shift: int) -> tuple[Arm, ...]:
         """The arms, each in turn the first one."""

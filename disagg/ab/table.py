@@ -13,34 +13,57 @@ from disagg.ab.result import Distribution, Figures, Result
 
 ABSENT = "–"
 WIDTH = 100
+_FRAME = 3  # columns around a cell
 
 
 def render(result: Result) -> RenderableType:
-    """Table, warnings and verdict."""
-    names = list(result.arms)
-    arms = [result.arms[name] for name in names]
-    table = Table(title=_title(result), title_justify="left", min_width=WIDTH - 10)
-    table.add_column("")
-    for name in names:
-        table.add_column(name, justify="right")
-    for label, show in _ALL:
-        table.add_row(label, *(show(arm) for arm in arms))
-    for label, cells in _over_all_rates(result):
-        table.add_row(label, *cells)
-    for class_name in arms[0].classes:  # both arms were sent the same
-        figures = [arm.classes[class_name] for arm in arms]
-        table.add_section()
-        table.add_row(f"[bold]{escape(class_name)}[/]")
-        if figures[0].ttft_target_s is not None or figures[0].tpot_target_s is not None:
-            table.add_row("  target TTFT / TPOT", *(milliseconds(f.ttft_target_s, f.tpot_target_s) for f in figures))
-        for label, show in _CLASS:
-            table.add_row(f"  {label}", *(show(f) for f in figures))
-    lines: list[RenderableType] = [table]
-    if any(ABSENT in show(arm) for _, show in _ALL for arm in arms):
+    """Tables, warnings and verdict. Arms that do not fit beside each other get a further table."""
+    rows = _cells(result)
+    lines: list[RenderableType] = [_table(result, rows, part) for part in _side_by_side(list(result.arms), rows)]
+    if any(ABSENT in show(arm) for _, show in _ALL for arm in result.arms.values()):
         lines.append(Text(f"{ABSENT}  too few samples for this percentile (p95 needs 20, p99 100, p99.9 1,000)", style="dim"))
     lines += [Text(f"warning: {w}", style="yellow") for w in result.warnings]
     lines.append(Text.assemble(("verdict: ", "bold"), (result.verdict.choose, "bold green"), "\n", result.verdict.reason))
     return Group(*lines)
+
+
+def _cells(result: Result) -> list[tuple[str, list[str]]]:
+    """Label and one cell per arm. Without cells: the heading of a class."""
+    arms = list(result.arms.values())
+    rows = [(label, [show(arm) for arm in arms]) for label, show in _ALL] + _over_all_rates(result)
+    for class_name in arms[0].classes:  # all arms were sent the same
+        figures = [arm.classes[class_name] for arm in arms]
+        rows.append((class_name, []))
+        if figures[0].ttft_target_s is not None or figures[0].tpot_target_s is not None:
+            rows.append(("  target TTFT / TPOT", [milliseconds(f.ttft_target_s, f.tpot_target_s) for f in figures]))
+        rows += [(f"  {label}", [show(f) for f in figures]) for label, show in _CLASS]
+    return rows
+
+
+def _side_by_side(names: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> list[range]:
+    """The arms of each table, as even as their widths allow; a cell is never broken but where one arm alone is too wide."""
+    of_label = max(len(label) for label, _ in rows) + _FRAME
+    of_arm = [max([len(name), *(len(cells[i]) for _, cells in rows if cells)]) + _FRAME for i, name in enumerate(names)]
+    most = max(1, (WIDTH - 1 - of_label) // max(of_arm))
+    tables = -(-len(names) // most)
+    size = -(-len(names) // tables)
+    return [range(begin, min(begin + size, len(names))) for begin in range(0, len(names), size)]
+
+
+def _table(result: Result, rows: Sequence[tuple[str, list[str]]], part: range) -> Table:
+    names = list(result.arms)
+    is_first = part.start == 0
+    table = Table(title=_title(result) if is_first else None, title_justify="left", min_width=WIDTH - 10 if is_first else None)
+    table.add_column("")
+    for i in part:
+        table.add_column(names[i], justify="right")
+    for label, cells in rows:
+        if cells:
+            table.add_row(label, *(cells[i] for i in part))
+        else:
+            table.add_section()
+            table.add_row(f"[bold]{escape(label)}[/]")
+    return table
 
 
 def _over_all_rates(result: Result) -> list[tuple[str, list[str]]]:

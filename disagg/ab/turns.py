@@ -10,9 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 from disagg.ab.arms import Arm, ArmSource, Serving, most_workers
-from disagg.ab.external import ExternalClient
+from disagg.ab.external import KEY_VARIABLE, ExternalClient
 from disagg.ab.journal import Journal, Turn, TurnKey, restore
-from disagg.ab.load import LoadReport, OpenLoop, StreamingClient
+from disagg.ab.load import DEFAULT_VOCAB, LoadReport, OpenLoop, StreamingClient
 from disagg.ab.out import OutFolder
 from disagg.ab.progress import RunProgress
 from disagg.ab.rows import Row, RowFile, move_rows
@@ -25,8 +25,6 @@ from disagg.errors import DisaggError
 MOST_TRIES = 3  # of a turn in which workers died
 _MOST_WARM_UP_COPIES = 8
 _EXTERNAL_COPIES = 2  # of each warm-up request; how many workers an external arm has is not known
-DEFAULT_VOCAB = 32_000
-_KEY_VARIABLE = "OPENAI_API_KEY"  # whose value is sent to external arms as a bearer token
 
 
 class Turns:
@@ -116,7 +114,7 @@ class Turns:
                 await self._warm_up(client, arm, workload)
                 self._warm.add(life)
             self._progress.begin_turn(title, len(planned))
-            load = OpenLoop(client, planned, arm=arm.name, vocab_size=self._vocabulary, timeout_s=workload.timeout_s, rate_rps=rate_rps)
+            load = OpenLoop(client, planned, arm=arm.name, vocab_size=self.vocabulary, timeout_s=workload.timeout_s, rate_rps=rate_rps)
             rows = []
             async with aclosing(load.rows()) as ended:
                 async for row in ended:
@@ -129,7 +127,7 @@ class Turns:
     async def _client(self, arm: Arm, serving: Serving, workload: AnyWorkload, stack: AsyncExitStack) -> StreamingClient:
         """A client of the arm, which was asked what it serves. Raises ConfigError when the workload does not fit that."""
         if arm.url is not None:
-            external = await stack.enter_async_context(ExternalClient(serving.endpoint, token=os.environ.get(_KEY_VARIABLE)))
+            external = await stack.enter_async_context(ExternalClient(serving.endpoint, token=os.environ.get(KEY_VARIABLE)))
             check_workload(workload, self._classes, await external.max_model_len())
             return external
         client = await stack.enter_async_context(AsyncClient(serving.endpoint))
@@ -139,7 +137,7 @@ class Turns:
         return client
 
     @property
-    def _vocabulary(self) -> int:
+    def vocabulary(self) -> int:
         """One for all arms, so that they get the same prompts."""
         return self._vocab_size or DEFAULT_VOCAB
 
@@ -151,7 +149,7 @@ class Turns:
         self._progress.say(f"warming up {arm.name}: {len(planned)} requests")
         for _, alike in itertools.groupby(planned, key=lambda r: r.due_s):
             kind = [request.at_once() for request in alike]
-            load = OpenLoop(client, kind, arm=arm.name, vocab_size=self._vocabulary, timeout_s=workload.timeout_s)
+            load = OpenLoop(client, kind, arm=arm.name, vocab_size=self.vocabulary, timeout_s=workload.timeout_s)
             async with aclosing(load.rows()) as rows:
                 async for row in rows:
                     if not row.is_whole:

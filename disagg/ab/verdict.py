@@ -8,6 +8,10 @@ attainment (of all requests, then of the classes, where those that differ agree)
 throughput. The first that differs chooses the arm; the reason also says what that arm does worse. When none differs, the verdict is
 "either": no difference shown.
 
+Two cases end in "either" although something differs, and the reason says which: both arms miss their targets with nearly every request, so
+that neither serves this load; and the arm that would be chosen lost a tenth more of its requests than the other, in too few to tell whether
+by chance.
+
 With more than two arms the baseline is the first champion; each other arm, in the given order, replaces the champion when a verdict between
 the two chooses it.
 """
@@ -19,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from disagg import slo
-from disagg.ab.measures import Measure, Unit, compared
+from disagg.ab.measures import ATTAINMENT, SHARE_FLOOR, Measure, Unit, compared
 from disagg.ab.rows import Row, span_s
 from disagg.ab.stats import DRIFT, Blocks, Pooled, Scale, difference, of_rounds, time_blocks
 from disagg.config import SloClass
@@ -27,6 +31,7 @@ from disagg.config import SloClass
 EITHER = "either"
 _SURE, _MANY = 0.001, 0.1  # of lost requests: chance of the split, and share
 BASELINE = "colocated"
+COMPLETED = "completed"
 Key = tuple[float | None, int, int]  # rate, round, index: names one request in every arm
 
 
@@ -114,6 +119,9 @@ def decide(comparisons: Sequence[Comparison]) -> Verdict:
     overall = [c for c in comparisons if c.slo_class is None]
     by_class = [c for c in comparisons if c.slo_class is not None and c.better is not None]
     chosen = _deciding(overall, by_class)
+    if (said := obstacle(comparisons)) is not None:
+        better = _listed([c for c in (*overall, *by_class) if chosen is not None and c.better == chosen], chosen or arms[0])
+        return Verdict(EITHER, f"{said} {_titled(chosen)} is better in {better}." if chosen and better else said, tuple(comparisons))
     same = _listed([c for c in overall if c.better is None], chosen or arms[0])
     if chosen is None:
         reason = f"No difference shown over all requests ({arms[0]} against {arms[1]}): {same or 'none completed in both arms'}."
@@ -135,6 +143,22 @@ def _deciding(overall: Sequence[Comparison], by_class: Sequence[Comparison]) -> 
     if of_all is not None or len(of_classes) == 1:
         return of_all or of_classes.pop()
     return next((c.better for c in overall if c.better is not None), None)
+
+
+def obstacle(comparisons: Sequence[Comparison]) -> str | None:
+    """Why neither of the two arms is to be chosen whatever differs; None when nothing stands in the way."""
+    arms = comparisons[0].arms
+    met = [c for c in comparisons if c.measure == ATTAINMENT]
+    completed = next((c for c in comparisons if c.measure == COMPLETED), None)
+    if completed is not None and completed.better is not None:
+        return None
+    if met and all(max(c.values) < SHARE_FLOOR for c in met):
+        return f"Neither {arms[0]} nor {arms[1]} serves this load: {_listed(met[:1], arms[0])}. Send less, or loosen the targets."
+    chosen = _deciding([c for c in comparisons if c.slo_class is None], [c for c in comparisons if c.slo_class and c.better])
+    if completed is None or chosen is None or completed.value(completed.other(chosen)) - completed.value(chosen) < _MANY:
+        return None
+    kept, others = (shown(completed.value(arm), "share") for arm in (chosen, completed.other(chosen)))
+    return f"Too few requests to choose: {chosen} completed {kept} of them, {completed.other(chosen)} {others}, and that may be chance."
 
 
 def _titled(arm: str) -> str:
@@ -226,7 +250,7 @@ def _compare_completed(sides: Sequence[Sequence[Row]], arms: tuple[str, str]) ->
     is_shown = _sign_test(only_first, only_second) < _SURE and abs(difference_) >= _MANY
     better = arms[0 if difference_ > 0 else 1] if is_shown else None
     low, high = max(-1.0, difference_ - spread), min(1.0, difference_ + spread)
-    return Comparison("completed", None, "share", arms, values, low, high, better)
+    return Comparison(COMPLETED, None, "share", arms, values, low, high, better)
 
 
 def _sign_test(ups: int, downs: int) -> float:

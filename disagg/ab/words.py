@@ -8,7 +8,7 @@ from typing import cast
 from disagg.ab.flip import TargetFlip
 from disagg.ab.measures import Unit
 from disagg.ab.result import ComparisonReport, Result
-from disagg.ab.verdict import EITHER, baseline_of, shown
+from disagg.ab.verdict import EITHER, Comparison, baseline_of, obstacle, shown
 
 
 def verdict_pair(result: Result) -> tuple[str, str] | None:
@@ -38,13 +38,19 @@ def opening(result: Result, choices: Mapping[float, str], flips: Sequence[Target
         return [f"{simulated}{about}: one arm was measured, nothing is compared."]
     comparisons = comparisons_of(result, pair)
     chosen = result.verdict.choose
-    if chosen == EITHER:
+    if (hindered := _obstacle(comparisons)) is not None and chosen == EITHER:
+        said = [f"{simulated}No choice for {about}. {hindered}"]
+    elif chosen == EITHER:
         said = [f"{simulated}No difference shown between {pair[0]} and {pair[1]} for {about}."]
         said += _largest_left(comparisons)
     else:
         said = [f"{simulated}Choose {chosen} for {about}."]
         said += _effect(comparisons, chosen) + _costs(comparisons, chosen) + _money(result, pair, chosen)
     return said + _flip_words(result, pair, choices, flips)
+
+
+def _obstacle(comparisons: Sequence[ComparisonReport]) -> str | None:
+    return obstacle([Comparison(c.measure, c.slo_class, _unit(c), c.arms, c.values, c.low, c.high, c.better) for c in comparisons])
 
 
 def _hardware(result: Result) -> str:

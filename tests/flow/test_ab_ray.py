@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -40,6 +41,11 @@ def command(folder: Path, duration_s: float, *more: str) -> list[str]:
 
 def left_behind(mark: str) -> list[str]:
     """Command lines of processes that inherited this test's environment."""
+    return [line for _, line in marked(mark)]
+
+
+def marked(mark: str) -> list[tuple[int, str]]:
+    """Process and command line of each of them."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -47,7 +53,7 @@ def left_behind(mark: str) -> list[str]:
         except OSError:
             continue
         if mark.encode() in environment:
-            found.append((process / "cmdline").read_text().replace("\0", " "))
+            found.append((int(process.name), (process / "cmdline").read_text().replace("\0", " ")))
     return found
 
 
@@ -116,4 +122,31 @@ def test_other_arms_at_two_rates_after_a_chunk_search(tmp_path: Path):
     assert result.setups["colocated"].chunk_tokens == {"colocated": result.chunk_search.chosen_tokens}
     searched = read_rows(tmp_path / "out" / "chunk-search" / "requests.jsonl")
     assert len(searched) == sum(t.sent for t in result.chunk_search.trials)
+    assert not left_behind(str(tmp_path))
+
+
+def test_workers_that_die_in_the_middle_of_a_turn_have_it_measured_again(tmp_path: Path):
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "DISAGG_TEST_MARK": str(tmp_path)}
+    rows, log = tmp_path / "out" / "requests.jsonl", tmp_path / "log"
+    arguments = command(tmp_path, 6, "--resident", "--chunk", "topology", "--rounds", "1")
+    with log.open("w") as output, subprocess.Popen(arguments, stdout=output, stderr=output, env=environment) as process:
+        deadline_s = time.monotonic() + 120
+        while time.monotonic() < deadline_s and process.poll() is None and not (rows.exists() and len(read_rows(rows)) >= 3):
+            time.sleep(0.1)
+        killed = [os.kill(pid, signal.SIGKILL) for pid, line in marked(str(tmp_path)) if "WorkerActor" in line]
+        assert process.wait(240) == 0, log.read_text()
+    assert len(killed) == 4  # of both arms: whichever is being measured
+    result = read_result(tmp_path / "out" / "result.json")
+    first = result.rounds[0].order[0]
+    assert [(r.arm, r.round) for r in result.repeated][:1] == [(first, 1)]
+    assert re.search(r"-\d+ died$|, .* died$", result.repeated[0].reason)
+    assert any(f"round 1, {first}" in w and "was measured again" in w for w in result.warnings)
+    assert result.arms[first].completed == result.arms[first].sent == sum(r.arm == first for r in read_rows(rows))
+    assert len(read_rows(tmp_path / "out" / "requests-void.jsonl")) == sum(r.requests for r in result.repeated)
+
+    again = [*arguments[:4], "replay", str(rows), "--topology", str(tmp_path / "topology.yaml"), "--out", str(tmp_path / "again")]
+    replayed = subprocess.run(again, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    assert replayed.returncode == 0, replayed.stderr
+    arms = read_result(tmp_path / "again" / "result.json").arms
+    assert arms["replay"].completed == arms["replay"].sent == result.arms[first].sent
     assert not left_behind(str(tmp_path))

@@ -10,9 +10,11 @@ from typer.testing import CliRunner
 
 from disagg.ab.replay import load_recording
 from disagg.ab.result import read_result
-from disagg.ab.rows import read_rows
+from disagg.ab.rows import RowFile, read_rows
 from disagg.cli import app
 from tests.ab_rig import FakeGateway, arms, by_round, comparison, run
+from tests.openai_stub import OpenAiServer, serving
+from tests.synthetic_rows import Machine, served
 
 
 async def test_a_run_is_sent_again_token_for_token(tmp_path: Path):
@@ -43,6 +45,28 @@ async def test_a_run_is_sent_again_token_for_token(tmp_path: Path):
     assert not any("other tokens" in w for w in result.warnings)
 
 
+async def test_a_run_is_sent_again_to_a_server_that_is_not_ours(tmp_path: Path):
+    async with arms() as source:
+        await run(comparison(rounds=1, duration_s=0.4), source, tmp_path / "first")
+    recorded = tmp_path / "first" / "requests.jsonl"
+    server = OpenAiServer()
+    async with serving(server) as url:
+        arguments = ["ab", "replay", str(recorded), "--to", url, "--out", str(tmp_path / "again")]
+        ran = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+        assert ran.exit_code == 0, ran.output
+        server.fault, server.sound_requests = "broken", len(server.bodies) + 6  # a warm-up's
+        broken = await asyncio.to_thread(CliRunner().invoke, app, [*arguments[:-1], str(tmp_path / "broken")])
+    rows = read_rows(tmp_path / "again" / "requests.jsonl")
+    sent = {arm: {r.index: r.prompt_digest for r in rows if r.arm == arm} for arm in ("disagg", "replay")}
+    assert sent["disagg"] == sent["replay"]  # token for token, though nobody says how large that model's vocabulary is
+    result = read_result(tmp_path / "again" / "result.json")
+    assert result.arms["replay"].completed == result.arms["disagg"].sent
+    assert result.environment["model"] == "a-model"
+    assert broken.exit_code == 0, broken.output
+    failed = read_result(tmp_path / "broken" / "result.json").arms["replay"]
+    assert (failed.failed, failed.errors, failed.ttft_s.count) == (failed.sent, {"EngineError": failed.sent}, 0)
+
+
 async def test_prompts_that_cannot_be_made_again_are_told(tmp_path: Path):
     async with arms() as source:
         await run(comparison(rounds=1, duration_s=0.4), source, tmp_path / "first")
@@ -71,3 +95,9 @@ def test_what_is_wrong_with_a_replay_is_named(tmp_path: Path):
     assert "exactly one of --to ADDRESS and --topology FILE" in said(str(tmp_path / "empty.jsonl"))
     assert "at least one row" in said(str(tmp_path / "empty.jsonl"), "--to", "127.0.0.1:1")
     assert "absent.jsonl" in said(str(tmp_path / "absent.jsonl"), "--to", "127.0.0.1:1")
+    with RowFile(tmp_path / "one.jsonl") as file:
+        file.append(served("disagg", Machine(), 1, rounds=1, duration_s=5)[0])
+    assert "the URL of a server with OpenAI's API that is up" in said(str(tmp_path / "one.jsonl"), "--to", "http://127.0.0.1:9")
+    nobody = CliRunner().invoke(app, ["ab", "replay", str(tmp_path / "one.jsonl"), "--to", "127.0.0.1:9"])
+    assert "127.0.0.1:9" in nobody.output
+    assert nobody.exit_code != 0

@@ -271,6 +271,18 @@ def test_the_table_fits_100_columns_and_is_plain_in_a_pipe(capsys: pytest.Captur
         assert word in text
 
 
+def test_many_arms_get_several_tables_and_no_cell_is_broken(capsys: pytest.CaptureFixture[str]):
+    result = make_result()
+    figures = list(result.arms.values())
+    names = ["disagg-1p3d", "disagg-2p2d", "disagg-3p1d", "colocated", "adaptive", "external-a-rather-long-name"]
+    Console(width=100).print(render(result.model_copy(update={"arms": {name: figures[i % 2] for i, name in enumerate(names)}})))
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    assert all(name in text for name in names)
+    assert "…" not in text
+    assert len([line for line in text.splitlines() if "ITL p50 / p99 / p99.9 / max" in line and line.count(" ms ") >= 2]) == 2 * 3
+
+
 def test_an_older_result_is_kept(tmp_path: Path):
     out = OutFolder(tmp_path / "out")
     assert out.moved_to is None

@@ -140,6 +140,32 @@ def test_an_arm_that_lost_its_requests_is_not_chosen_for_the_latencies_of_the_ot
     assert judge(one_lost, kept, CLASSES).choose == "either"
 
 
+def test_when_both_arms_miss_everything_neither_is_chosen_and_the_reason_says_so():
+    slow = dataclasses.replace(QUIET, step_s=0.2)
+    verdict = judge(short("disagg", slow, 1), short("colocated", dataclasses.replace(slow, step_s=0.3), 2), CLASSES)
+    assert verdict.choose == "either"
+    assert verdict.reason.startswith("Neither disagg nor colocated serves this load: SLO attainment (0% against 0%)")
+    assert "Disagg is better in ITL" in verdict.reason
+    without_targets = judge(
+        short("disagg", slow, 1), short("colocated", dataclasses.replace(slow, step_s=0.3), 2), (SloClass(name="chat"),)
+    )
+    assert without_targets.choose == "disagg"
+
+
+def test_a_short_round_with_failures_does_not_choose_the_arm_that_failed():
+    loose = (SloClass(name="chat"),)
+    slow = dataclasses.replace(QUIET, step_s=QUIET.step_s * 1.5)
+    kept = served("colocated", slow, 1, rounds=1, duration_s=14, tokens=40)
+    failed = [
+        dataclasses.replace(r, outcome="failed", error="EngineError") if i % 3 == 0 else r
+        for i, r in enumerate(served("disagg", QUIET, 2, rounds=1, duration_s=14, tokens=40))
+    ]
+    verdict = judge(failed, kept, loose)
+    assert verdict.choose != "disagg"
+    all_failed = judge([dataclasses.replace(r, outcome="failed") for r in failed], kept, loose)
+    assert all_failed.choose == "colocated"
+
+
 def test_an_arm_whose_requests_were_all_cancelled_has_no_curve():
     rows = {name: [r for rate in (0.5, 1) for r in short(name, QUIET, 1, rate)] for name in ("disagg", "colocated")}
     rows["disagg"] = [dataclasses.replace(r, outcome="cancelled") for r in rows["disagg"]]
