@@ -45,11 +45,15 @@ BOXES_GIB = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is run. `case_s`: seconds that each workload may take, starts included. `duration_s`: how long each turn sends, by workload."""
+    """What is run. `probably_s`: all of it, calibration included. `case_s`: what each workload may take, engine starts included.
+
+    `duration_s`: how long each turn sends, by workload.
+    """
 
     budget_min: float
     speed: Speed
     capacity: Mapping[str, Capacity]
+    probably_s: float
     case_s: float
     rounds: Mapping[str, int]
     duration_s: Mapping[str, float]
@@ -66,7 +70,12 @@ class Plan:
             rates = ", ".join(f"{rate:g}" for rate in capacity.rates)
             each = f"{self.rounds[name]} round{'s' if self.rounds[name] > 1 else ''} of {self.duration_s[name]:.0f} s"
             said.append(f"{name}: {rates} requests/s (capacity {capacity.completed_per_s:.2f}), {each} at each for each arm")
-        return [*said, f"{self.case_s / 60:.1f} minutes for each workload, {self.budget_min:g} in all"]
+        fits = (
+            ""
+            if self.probably_s <= 61 * self.budget_min
+            else f", more than the {self.budget_min:g} asked for: shorter turns would say nothing"
+        )
+        return [*said, f"all of it takes about {self.probably_s / 60:.0f} minutes{fits}"]
 
 
 def plan(budget_min: float, spent_s: float, speed: Speed, capacity: Mapping[str, Capacity], arms: int) -> Plan:
@@ -75,13 +84,16 @@ def plan(budget_min: float, spent_s: float, speed: Speed, capacity: Mapping[str,
     trials_s = CHUNK_TRIALS * (speed.start_s + TRIAL_S + capacity[TUNED_ON].longest_s) if TUNED_ON in capacity else 0.0
     case_s = (left_s - trials_s) / len(capacity)
     rounds, durations = {}, {}
+    probably_s = spent_s + trials_s
     for name, one in capacity.items():
         warm_up_s = 3 * one.longest_s  # of an arm: its shortest, median and longest requests, one kind after the other
         turn_s = (case_s - arms * (speed.start_s + warm_up_s)) / (RATES * arms)
         sending_s = turn_s / 2 - 1.5 * one.longest_s  # the rest of a turn goes by until its last answers are there
         rounds[name] = 2 if sending_s >= ONE_ROUND_BELOW_S else 1
         durations[name] = round(min(LONGEST_S, max(SHORTEST_S, turn_s / rounds[name] - 1.5 * one.longest_s)), 1)
-    return Plan(budget_min, speed, dict(capacity), case_s, rounds, durations)
+        turns = RATES * arms * rounds[name]
+        probably_s += arms * (speed.start_s + warm_up_s) + turns * (durations[name] + 1.5 * one.longest_s)
+    return Plan(budget_min, speed, dict(capacity), probably_s, max(0.0, case_s), rounds, durations)
 
 
 def main() -> int:

@@ -131,6 +131,13 @@ async def test_the_range_is_found_by_bisection_and_reaches_past_saturation(tmp_p
     assert min(p.rate_rps for p in probes) < points[-1].rate_rps < max(p.rate_rps for p in probes)
 
 
+async def test_a_time_limit_ends_the_rounds_and_the_first_is_whole(tmp_path: Path):
+    async with arms() as source:
+        result: Result = await run(replace(at_rates(10, 20), rounds=RoundRule(5, 5, limit_s=1.0)), source, tmp_path)
+    assert [len(p.rounds) for p in result.points] == [1, 1]
+    assert all(p.stopped.startswith("after round 1: a further round of about ") for p in result.points)
+
+
 async def test_a_sender_that_falls_behind_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import time
 
