@@ -6,6 +6,7 @@ import asyncio
 import gc
 import mmap
 import os
+import resource
 import tracemalloc
 
 import pytest
@@ -55,3 +56,15 @@ async def move_in_place(r: Rig) -> None:
     entry.end_write()
     await fetch
     (await r.inbox.take(transfer.transfer_id)).end_read()
+
+
+async def test_grpc_takes_no_fresh_pages_for_its_messages() -> None:
+    size = LARGE.entry_bytes(NUM_TOKENS)
+    async with rig("grpc", LARGE, outbox_bytes=2 * size, inbox_bytes=2 * size) as r:
+        for _ in range(4):
+            await move_in_place(r)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(10):
+            await move_in_place(r)
+        num_faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert num_faults < 10 * size / resource.getpagesize() / 4  # where each message has pages of its own: 2 to 4 for each one moved
