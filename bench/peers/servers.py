@@ -93,9 +93,30 @@ def _router(program: Path, arguments: Sequence[str]) -> Server:
     return Server("router", [*command, "--worker-startup-timeout-secs", str(int(START_TIMEOUT_S))], port, "/health")
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Servers that are up. They are stopped while others are measured: some poll even when idle, on the cores of all."""
+
+    url: str
+    processes: Sequence[subprocess.Popen[bytes]]
+
+    def pause(self) -> None:
+        """Stop all their processes where they are."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Undo `pause`."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+
 @contextlib.contextmanager
-def running(servers: Sequence[Server], logs: Path) -> Iterator[str]:
-    """Start them, the last one in front; yields its URL once all answer. Whatever happens, their process groups are ended."""
+def running(servers: Sequence[Server], logs: Path) -> Iterator[Running]:
+    """Start them, the last one in front; yields once all answer. Whatever happens, their process groups are ended."""
     logs.mkdir(parents=True, exist_ok=True)
     started: list[subprocess.Popen[bytes]] = []
     try:
@@ -106,7 +127,7 @@ def running(servers: Sequence[Server], logs: Path) -> Iterator[str]:
             _bind(process.pid, server.core)
         started.append(_start(servers[-1], logs))
         _wait(servers[-1], started[-1], logs)
-        yield servers[-1].url
+        yield Running(servers[-1].url, started)
     finally:
         for process in reversed(started):
             _end(process)
@@ -137,19 +158,40 @@ def _wait(server: Server, process: subprocess.Popen[bytes], logs: Path) -> None:
 
 def _bind(group: int, core: int | None) -> None:
     """Bind every thread of the process group: not before it is up, since compiling on one core beside a waiting parent takes minutes."""
-    for process in Path("/proc").glob("[0-9]*") if core is not None else ():
+    for process in _members(group) if core is not None else ():
         with contextlib.suppress(OSError):
-            if os.getpgid(int(process.name)) == group:
-                for thread in (process / "task").iterdir():
-                    os.sched_setaffinity(int(thread.name), {core or 0})
+            for thread in (process / "task").iterdir():
+                os.sched_setaffinity(int(thread.name), {core or 0})
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask the process group to end, then make it; a group of ours only, since each server began one."""
+    """Ask the process group to end, then make it; a group of ours only, since each server began one. Its shared memory goes, too."""
+    segments = _shared_memory(process.pid)
     for number, patience_s in ((signal.SIGTERM, 15), (signal.SIGKILL, 10)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
+            os.killpg(process.pid, signal.SIGCONT)  # what is paused hears nothing
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience_s)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    for segment in segments:
+        segment.unlink(missing_ok=True)
+
+
+def _members(group: int) -> Iterator[Path]:
+    """The group's processes, as folders of /proc."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(process.name)) == group:
+                yield process
+
+
+def _shared_memory(group: int) -> set[Path]:
+    """Segments that vLLM's processes have mapped; killed, they leave them behind."""
+    found = set()
+    for process in _members(group):
+        with contextlib.suppress(OSError):
+            lines = (process / "maps").read_text().splitlines()
+            found |= {Path(line[line.index("/dev/shm/") :]) for line in lines if "/dev/shm/psm_" in line and "(deleted)" not in line}
+    return found
