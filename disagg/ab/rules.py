@@ -8,21 +8,27 @@ import statistics
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from disagg.ab.measures import row_meets
+from disagg.ab.measures import row_meets, tpot
 from disagg.ab.result import WarmUpReport
 from disagg.ab.rows import Row
+from disagg.ab.stats import Pooled, difference
+from disagg.ab.verdict import blocks_of, paired
 from disagg.config import SloClass
 
 Z95 = 1.96
 NARROW = 0.05  # half-width of an attainment difference's interval at which more rounds say nothing new
+NARROW_TPOT = 0.06  # the same for the ratio of median TPOTs: what two rounds can know on a machine that is quiet (stats.DRIFT)
+_MEASURES = 8  # that a verdict on one class compares
 WARM_UP_TOLERANCE = 1.25  # first window by later ones; below it, noise of a shared machine explains it
 _LEAST_IN_WINDOW = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRule:
-    """Rounds per point: at least `least`; then until each difference in attainment is known to `NARROW`, or is surely none of chance; at
-    most `most`. `limit_s`: no round after the first begins that would probably end later than that after the run's begin.
+    """Rounds per point: at least `least`; then until each difference in attainment is known to `NARROW` and in median TPOT to
+    `NARROW_TPOT`, or is surely none of chance; at most `most`.
+
+    `limit_s`: no round after the first begins that would probably end later than that after the run's begin.
     """
 
     least: int
@@ -45,8 +51,10 @@ class RoundRule:
             return None
         if rounds >= self.most:
             return f"{rounds} rounds, the most" if self.most > self.least else f"{rounds} rounds, as asked"
-        open_ = [pair for pair in itertools.combinations(rows, 2) if not _is_decided(rows[pair[0]], rows[pair[1]], classes)]
-        return None if open_ else f"after {rounds} rounds every difference in attainment is known to {NARROW:.0%} or clear"
+        pairs = [(rows[a], rows[b]) for a, b in itertools.combinations(rows, 2)]
+        open_ = any(not _is_decided(*pair, classes) or not _tpot_is_decided(*pair) for pair in pairs)
+        known = f"in attainment to {NARROW:.0%}, in TPOT to {NARROW_TPOT:.0%}"
+        return None if open_ else f"after {rounds} rounds every difference is known ({known}) or clear"
 
 
 def _is_decided(first: Sequence[Row], second: Sequence[Row], classes: Sequence[SloClass]) -> bool:
@@ -64,6 +72,22 @@ def _is_decided(first: Sequence[Row], second: Sequence[Row], classes: Sequence[S
     mean = statistics.fmean(differences)
     half = Z95 * math.sqrt(statistics.pvariance([*differences, 1.0, -1.0]) / len(differences))
     return half <= NARROW or abs(mean) > half
+
+
+def _tpot_is_decided(first: Sequence[Row], second: Sequence[Row]) -> bool:
+    """The same of the median TPOT, by the verdict's intervals; true where nothing is to be compared."""
+    pairs = [(a, b) for a, b in paired(first, second) if a.is_whole and b.is_whole]
+    if len(pairs) < 2:
+        return True
+    sides = ([a for a, _ in pairs], [b for _, b in pairs])
+    blocks = blocks_of(sides)
+    ours, theirs = (Pooled([tpot(row) for row in side], blocks.of_request, 50) for side in sides)
+    by_itself = difference(ours, theirs, blocks, scale="ratio")
+    among_others = difference(ours, theirs, blocks, scale="ratio", family=_MEASURES)
+    base = theirs(blocks.everything())
+    if by_itself is None or among_others is None or base is None:
+        return True
+    return among_others.excludes_zero or by_itself.high - by_itself.low <= 2 * NARROW_TPOT * base
 
 
 def warm_up_report(requests: int, rounds: Sequence[Sequence[Row]]) -> WarmUpReport:
