@@ -1,10 +1,12 @@
 """The outermost layer of the HTTP door: who may come in, how large a request may be, on what terms, and with what status it is refused.
 
-An ASGI application around another one. Beside checking it does two things that the application inside cannot:
+An ASGI application around another one. Beside checking it does three things that the application inside cannot:
 
 - A stream's status is held back until its first event. When that is an error, the client gets a plain response with the error's status
   (429 with Retry-After, 503, ...) and not a 200 with an error inside.
 - A body's `slo_class` field is read (and taken out) here: OpenAI's requests have no such field.
+- What vLLM answers with 501 (an API for other kinds of models, a call for one engine's owner) is 404 here: a status from 500 on tells load
+  balancers and retrying clients that the server is at fault.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from disagg.config import SloClass
@@ -157,7 +160,7 @@ class _Replay:
 
 
 class _Response:
-    """`send`, with a stream's start held back until its first event, and Retry-After added to what may be tried later."""
+    """`send`, with a stream's start held back until its first event, 404 for 501, and Retry-After added to what may be tried later."""
 
     def __init__(self, send: Send, terms: Terms) -> None:
         self._send = send
@@ -169,7 +172,8 @@ class _Response:
         if self._is_replaced:
             return
         if message["type"] == "http.response.start":
-            if message["status"] == 200 and _header(message, b"content-type").startswith(b"text/event-stream"):
+            is_stream = message["status"] == 200 and _header(message, b"content-type").startswith(b"text/event-stream")
+            if is_stream or message["status"] == HTTPStatus.NOT_IMPLEMENTED:
                 self._held = message
                 return
             if message["status"] in _TRY_LATER and self._terms.retry_after_s is not None:
@@ -177,7 +181,7 @@ class _Response:
         elif message["type"] == "http.response.body" and self._held is not None:
             held, self._held = self._held, None
             body = message.get("body", b"")
-            if body.startswith(_ERROR_EVENT):
+            if held["status"] == HTTPStatus.NOT_IMPLEMENTED or body.startswith(_ERROR_EVENT):
                 self._is_replaced = True
                 await self._replace(held, body)
                 return
@@ -191,6 +195,9 @@ class _Response:
             status = int(error["error"]["code"])
         except (ValueError, KeyError, TypeError):
             error, status = {"error": {"message": event.decode(errors="replace"), "type": "InternalServerError", "code": 500}}, 500
+        if held["status"] == HTTPStatus.NOT_IMPLEMENTED:
+            status = HTTPStatus.NOT_FOUND.value
+            error["error"] |= {"type": "NotFoundError", "code": status}
         dropped = (b"content-type", b"content-length", b"retry-after")
         headers = [(name, value) for name, value in held.get("headers", ()) if name.lower() not in dropped]
         await _plain(self._send, status, error, headers, self._terms.retry_after_s if status in _TRY_LATER else None)

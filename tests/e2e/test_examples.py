@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from bench.doors_real import INPUT_TOKENS, OUTPUT_TOKENS, vllm_bench
+from bench.load_clients import INPUT_TOKENS, OUTPUT_TOKENS, vllm_bench
 from tests.builders import ROOT
 from tests.openai_rig import CHAT, COMPLETIONS, door
 
@@ -48,9 +48,9 @@ async def test_examples_run(smollm2: Path, command: tuple[str, ...], needs: str,
 async def test_vllms_own_benchmark_runs_to_its_end(smollm2: Path, path: str) -> None:
     """`python -m bench.doors_real` does it on real engines, and compares what it measures with what we do."""
     async with door(smollm2) as d:
-        completed, failed, ttft_ms, _ = await vllm_bench(f"http://127.0.0.1:{d.port}", path, 5, 20.0, str(smollm2))
-    assert (completed, failed) == (5, 0)
-    assert ttft_ms > 0
+        found = await vllm_bench(f"http://127.0.0.1:{d.port}", path, 5, 20.0, str(smollm2))
+    assert (found.completed, found.failed) == (5, 0)
+    assert found.ttft_ms > 0
     benched = d.asked[-5:]
     assert {request.sampling.max_tokens for request in benched} == {OUTPUT_TOKENS}
     assert all(request.num_prompt_tokens >= INPUT_TOKENS for request in benched)

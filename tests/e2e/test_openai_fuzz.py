@@ -73,7 +73,7 @@ def test_anything(smollm2: Path) -> None:
                         return
                     response = await d.http.post(path, content=content, headers={"content-type": "application/json"})
                 statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
-                assert response.status_code < 500 or response.status_code == 501, (path, body, response.text)
+                assert response.status_code < 500, (path, body, response.text)
                 assert '{"error"' not in response.text or response.status_code >= 400, (path, body, response.text)
 
             @given(requests())
@@ -104,5 +104,5 @@ async def test_paths_and_methods(smollm2: Path) -> None:
                             response = await d.http.request(method, concrete, content=content, headers={"content-type": "application/json"})
                         except httpx.HTTPError as error:
                             pytest.fail(f"{method} {path}: {error!r}")
-                    assert response.status_code < 500 or response.status_code in (501, 503), (method, path, content, response.text)
+                    assert response.status_code < 500, (method, path, content, response.text)
         assert (await d.http.post(COMPLETIONS, json=ask([5, 6]))).status_code == 200
