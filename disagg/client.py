@@ -37,6 +37,7 @@ from disagg.client_types import (
     Usage,
     to_error,
     to_message,
+    to_metadata,
     to_part,
     to_served_model,
 )
@@ -97,6 +98,7 @@ class OptionArguments(TypedDict, total=False):
     slo_class: str | None
     priority: int | None
     request_id: str | None
+    traceparent: str | None
 
 
 class AccessArguments(TypedDict, total=False):
@@ -135,7 +137,8 @@ class Client:
 
     def stream(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[OptionArguments]) -> Generator[Part, None, None]:
         """The answer as it comes. The request is sent when iteration starts; closing the generator cancels it."""
-        call = self._stub.Generate(to_message(prompt, _options(options)), timeout=timeout_s, metadata=self._access.metadata)
+        chosen = _options(options)
+        call = self._stub.Generate(to_message(prompt, chosen), timeout=timeout_s, metadata=to_metadata(self._access, chosen))
         answered = False
         try:
             for message in call:
@@ -194,7 +197,8 @@ class AsyncClient:
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[OptionArguments]
     ) -> AsyncGenerator[Part, None]:
         """The answer as it comes. The request is sent when iteration starts; closing the generator (`aclosing`) cancels it."""
-        call = self._stub.Generate(to_message(prompt, _options(options)), timeout=timeout_s, metadata=self._access.metadata)
+        chosen = _options(options)
+        call = self._stub.Generate(to_message(prompt, chosen), timeout=timeout_s, metadata=to_metadata(self._access, chosen))
         answered = False
         try:
             async for message in call:

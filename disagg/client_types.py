@@ -23,6 +23,7 @@ from disagg.errors import (
     from_wire,
 )
 from disagg.pb import inference_pb2 as pb
+from disagg.tracing import TRACEPARENT, valid_traceparent
 from disagg.types import FinishReason, Token, TopLogprob
 
 ERROR_KEY = "disagg-error-bin"
@@ -80,7 +81,10 @@ _FINISH = {pb.FINISH_REASON_STOP: FinishReason.STOP, pb.FINISH_REASON_LENGTH: Fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Everything of a request but its prompt. None leaves a value to the gateway (see proto/disagg/v1/inference.proto)."""
+    """Everything of a request but its prompt. None leaves a value to the gateway (see proto/disagg/v1/inference.proto).
+
+    `traceparent`: the caller's span, as W3C trace context writes it; the request's spans hang below it.
+    """
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -113,6 +117,7 @@ class Options:
     slo_class: str | None = None
     priority: int | None = None
     request_id: str | None = None
+    traceparent: str | None = None
 
 
 _OUTSIDE_SAMPLING = ("slo_class", "priority", "request_id", "truncate_prompt_tokens", "cache_salt")
@@ -272,6 +277,18 @@ class ServedModel:
     pools: tuple[PoolInfo, ...]
 
 
+def to_metadata(access: Access, options: Options) -> tuple[tuple[str, str], ...] | None:
+    """What is sent beside the request. Raises InvalidRequestError for a trace context that is none."""
+    given = options.traceparent
+    if given is None:
+        return access.metadata
+    if not valid_traceparent(str(given)):
+        raise InvalidRequestError(
+            field=TRACEPARENT, value=given, expected="W3C trace context: 00-TRACE_ID-SPAN_ID-FLAGS, in lower-case hex"
+        )
+    return (*(access.metadata or ()), (TRACEPARENT, given))
+
+
 def to_message(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     """The wire request. Raises InvalidRequestError for values of the wrong type or beyond 64 bits, and for more than one form."""
     message = pb.GenerateRequest()
@@ -290,7 +307,7 @@ def to_message(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     for option in fields(Options):
         value = getattr(options, option.name)
         target: Any = message if option.name in _OUTSIDE_SAMPLING else message.sampling
-        if value is None:
+        if value is None or option.name == TRACEPARENT:
             continue
         if option.name in _LISTS:
             # A lone string would be taken for its characters.

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import grpc.aio
 import pytest
 
 pytest.importorskip("opentelemetry.sdk")
+pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
 
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from disagg.errors import InvalidRequestError, RejectedError
+from disagg.client import AsyncClient
+from disagg.errors import DisaggError, InvalidRequestError, RejectedError
 from disagg.front.observed import ObservedCoordinator
 from disagg.front.tracing import Tracing
 from disagg.serving.spans import WorkerSpans
 from disagg.tracing import valid_traceparent
 from disagg.types import Request
-from tests.builders import Cluster, cluster
+from tests.builders import Cluster, cluster, sim_topology
+from tests.flow.test_gateway import served
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -108,6 +115,63 @@ async def test_a_refused_request_is_an_error_and_has_no_phases_but_the_queue() -
     assert "disagg.prefill" not in spans
     assert spans["disagg.request"].parent is None
     assert not spans["disagg.request"].status.is_ok
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """An OTLP collector: whose spans came, by name."""
+
+    def __init__(self) -> None:
+        self.spans: dict[str, tuple[str, Any]] = {}
+
+    async def Export(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name of the RPC
+        for resource in request.resource_spans:
+            instance = {a.key: a.value.string_value for a in resource.resource.attributes}["service.instance.id"]
+            self.spans |= {span.name: (instance, span) for scope in resource.scope_spans for span in scope.spans}
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@asynccontextmanager
+async def collector() -> AsyncIterator[tuple[Collector, str]]:
+    server, servicer = grpc.aio.server(), Collector()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield servicer, f"http://127.0.0.1:{port}"
+    await server.stop(0.0)
+
+
+def exporting_to(endpoint: str) -> Any:
+    topology = sim_topology()
+    return topology.model_copy(update={"gateway": topology.gateway.model_copy(update={"traces_endpoint": endpoint})})
+
+
+async def test_one_request_is_one_trace_at_a_collector() -> None:
+    """By OTLP, over a socket: from the gateway and from both workers, each under its own name."""
+    async with collector() as (found, endpoint):
+        async with served(exporting_to(endpoint)) as s:
+            await s.client.generate([1, 2, 3], max_tokens=4, traceparent=PARENT)
+        owners = {name: owner for name, (owner, _) in found.spans.items()}
+        gateway = dict.fromkeys(
+            ("disagg.request", "disagg.queue", "disagg.prefill", "disagg.transfer", "disagg.decode"), exporting_to(endpoint).name
+        )
+        workers = {"disagg.worker.prefill": "prefill-0", "disagg.worker.fetch": "decode-0", "disagg.worker.decode": "decode-0"}
+        assert owners == gateway | workers
+        spans = {name: span for name, (_, span) in found.spans.items()}
+        assert {span.trace_id.hex() for span in spans.values()} == {PARENT.split("-")[1]}
+        root = spans.pop("disagg.request")
+        assert root.parent_span_id.hex() == PARENT.split("-")[2]
+        assert {span.parent_span_id for span in spans.values()} == {root.span_id}
+
+
+async def test_a_collector_that_is_away_hinders_no_request() -> None:
+    async with served(exporting_to("http://127.0.0.1:9")) as s, asyncio.timeout(60):
+        assert (await s.client.generate([1, 2, 3], max_tokens=4, temperature=0.0)).token_ids == s.expected([1, 2, 3], 4)
+
+
+async def test_a_context_that_is_none_is_named_by_the_client() -> None:
+    async with AsyncClient("127.0.0.1:9") as client:
+        with pytest.raises(DisaggError, match="traceparent"):
+            await client.generate([1], traceparent="mine")
 
 
 @pytest.mark.parametrize(
