@@ -30,6 +30,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.load_clients import MODEL, OUTPUT_TOKENS, Figures, guidellm, openai_package, over_grpc, process, vllm_bench
 from bench.micro.gateway_load import answer, cpu_s, say
@@ -80,13 +81,15 @@ class Row:
         return f"{self.client}: {self.completed} done, {self.failed} failed; {times}; {cost}"
 
 
-def topology() -> Topology:
+def topology(gateway: dict[str, Any]) -> Topology:
+    """`gateway`: further settings of it."""
+    traces = {"otlp_traces_endpoint": gateway["traces_endpoint"]} if "traces_endpoint" in gateway else {}
     return parse_topology(
         {
             "model": MODEL,
-            "engine": {"args": ARGS},
+            "engine": {"args": ARGS | traces},
             "pools": {"prefill": {"count": 1}, "decode": {"count": 1}},
-            "gateway": {"port": 0, "http_port": 0},
+            "gateway": {"port": 0, "http_port": 0, **gateway},
             "slo_classes": [{"name": "default", "ttft_ms": 60_000, "tpot_ms": 2000}],
         }
     )
@@ -95,26 +98,26 @@ def topology() -> Topology:
 # ---- the parts, each a process
 
 
-async def serve_workers() -> None:
+async def serve_workers(settings: Topology) -> None:
     from disagg.models import get_model
     from disagg.serving.start import start_worker
 
     folder = str(get_model(MODEL))
-    servers = [await start_worker(topology(), role, role, folder, cores=[core]) for core, role in enumerate((Role.PREFILL, Role.DECODE))]
+    servers = [await start_worker(settings, role, role, folder, cores=[core]) for core, role in enumerate((Role.PREFILL, Role.DECODE))]
     say(json.dumps([[s.worker.name, s.worker.name, s.target] for s in servers]))
     await asyncio.to_thread(os.read, 0, 1)
     for server in servers:
         await server.close()
 
 
-async def serve_gateway(targets: str, log_file: str) -> None:
+async def serve_gateway(settings: Topology, targets: str, log_file: str) -> None:
     from disagg.front.gateway import Gateway
     from disagg.models import get_model
 
     requests = logging.getLogger("disagg.requests")
     requests.setLevel(logging.INFO)
     requests.addHandler(logging.FileHandler(log_file))
-    gateway = await Gateway.start(topology(), str(get_model(MODEL)))
+    gateway = await Gateway.start(settings, str(get_model(MODEL)))
     for name, role, target in json.loads(targets):
         await gateway.pool.join(name, Role(role), target)
     say(json.dumps([gateway.endpoint, gateway.http_endpoint]))
@@ -136,8 +139,9 @@ class Server:
 
 
 @asynccontextmanager
-async def our_server() -> AsyncIterator[Server]:
-    me = [sys.executable, "-m", "bench.doors_real", "--part"]
+async def our_server(**gateway: Any) -> AsyncIterator[Server]:
+    """`gateway`: settings of it beyond the usual ones."""
+    me = [sys.executable, "-m", "bench.doors_real", "--gateway", json.dumps(gateway), "--part"]
     async with AsyncExitStack() as stack:
         log_file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "requests.log"
         workers = await stack.enter_async_context(process(*me, "workers", eof_patience_s=20.0))
@@ -260,6 +264,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--guidellm", default="guidellm", help="the program")
     parser.add_argument("--out", type=Path, default=Path("out/doors_real.jsonl"))
     parser.add_argument("--part", choices=("workers", "gateway"), help=argparse.SUPPRESS)
+    parser.add_argument("--gateway", type=json.loads, default={}, help=argparse.SUPPRESS)
     parser.add_argument("--targets", help=argparse.SUPPRESS)
     parser.add_argument("--log-file", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -268,9 +273,9 @@ def _arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     given = _arguments()
     if given.part == "workers":
-        asyncio.run(serve_workers())
+        asyncio.run(serve_workers(topology(given.gateway)))
     elif given.part == "gateway":
-        asyncio.run(serve_gateway(given.targets, given.log_file))
+        asyncio.run(serve_gateway(topology(given.gateway), given.targets, given.log_file))
     else:
         from disagg.models import get_model
 
