@@ -164,8 +164,13 @@ async def test_one_request_is_one_trace_at_a_collector() -> None:
 
 
 async def test_a_collector_that_is_away_hinders_no_request() -> None:
-    async with served(exporting_to("http://127.0.0.1:9")) as s, asyncio.timeout(60):
-        assert (await s.client.generate([1, 2, 3], max_tokens=4, temperature=0.0)).token_ids == s.expected([1, 2, 3], 4)
+    away = Tracing.to("http://127.0.0.1:9", "alone")
+    try:
+        async with cluster() as c, aclosing(ObservedCoordinator(c.coordinator, [], away).submit(c.request(50, 6)).chunks()) as chunks:
+            assert [token for chunk in [chunk async for chunk in chunks] for token in chunk.tokens]
+    finally:
+        async with asyncio.timeout(60):
+            await asyncio.to_thread(away.close)
 
 
 async def test_a_context_that_is_none_is_named_by_the_client() -> None:
