@@ -100,6 +100,7 @@ def _make_app(
     app = build_app(args, TASKS, config.model_config)
     for fault in (AttributeError, LookupError, AssertionError, RecursionError):
         app.exception_handler(fault)(_misread)
+    app.middleware_stack = app.build_middleware_stack()  # anew: what vLLM hangs around its application may have built it before those
     asyncio.run(init_app_state(client, app.state, args, TASKS))
     for handler in logging.getLogger("vllm").handlers:
         handler.addFilter(_is_news)
