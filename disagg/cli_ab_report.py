@@ -205,14 +205,15 @@ async def _endpoint(to: str | None, loaded: Any, file: Path | None, progress: An
     if to is not None:
         yield to
         return
-    from disagg.ab.arms import Arm
+    from disagg.ab.arms import Arm, on_free_ports
     from disagg.ab.ray_arms import RayArms
     from disagg.ab.replay import REPLAY
     from disagg.launch.session import RaySession
 
     assert file is not None
     with RaySession.start([loaded], None) as session:
-        source = RayArms(session, [Arm(REPLAY, loaded.mode, loaded)], resident=False, base_dir=file.parent, say=progress.say)
+        arm = on_free_ports(Arm(REPLAY, loaded.mode, loaded))
+        source = RayArms(session, [arm], resident=False, base_dir=file.parent, say=progress.say)
         try:
             yield (await source.use(REPLAY)).endpoint
         finally:

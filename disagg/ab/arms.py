@@ -70,7 +70,7 @@ def parse_arms(text: str, topology: Topology) -> tuple[Arm, ...]:
             arms.append(replace(arm, name=f"{arm.name}-again{again if again > 1 else ''}") if again else arm)
     if len(arms) < 2:
         raise ConfigError(key="--arms", value=text, expected=f"at least two arms: {', '.join(_KINDS)}")
-    finished = tuple(_on_free_ports(arm) for arm in arms)
+    finished = tuple(on_free_ports(arm) for arm in arms)
     _check_same_hardware(finished)
     _check_same_caches(finished)
     return finished
@@ -213,7 +213,7 @@ def known_context(topologies: Mapping[str, Topology]) -> int | None:
     return min(found, default=None)
 
 
-def _on_free_ports(arm: Arm) -> Arm:
+def on_free_ports(arm: Arm) -> Arm:
     """Arms may be up at once, beside a deployment of the same file: their ports and names must not meet."""
     if arm.topology is None:
         return arm
