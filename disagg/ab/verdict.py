@@ -9,8 +9,8 @@ throughput. The first that differs chooses the arm; the reason also says what th
 "either": no difference shown.
 
 Two cases end in "either" although something differs, and the reason says which: both arms miss their targets with nearly every request, so
-that neither serves this load; and the arm that would be chosen lost a tenth more of its requests than the other, in too few to tell whether
-by chance.
+that neither serves this load; or what weighs more than the measure that decides (goodput, the share that completed, attainment) speaks
+against that arm by a tenth, in too few requests to tell whether by chance.
 
 With more than two arms the baseline is the first champion; each other arm, in the given order, replaces the champion when a verdict between
 the two chooses it.
@@ -18,6 +18,7 @@ the two chooses it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -154,11 +155,18 @@ def obstacle(comparisons: Sequence[Comparison]) -> str | None:
         return None
     if met and all(max(c.values) < SHARE_FLOOR for c in met):
         return f"Neither {arms[0]} nor {arms[1]} serves this load: {_listed(met[:1], arms[0])}. Send less, or loosen the targets."
-    chosen = _deciding([c for c in comparisons if c.slo_class is None], [c for c in comparisons if c.slo_class and c.better])
-    if completed is None or chosen is None or completed.value(completed.other(chosen)) - completed.value(chosen) < _MANY:
+    overall = [c for c in comparisons if c.slo_class is None]
+    chosen = _deciding(overall, [c for c in comparisons if c.slo_class is not None and c.better is not None])
+    weightier = itertools.takewhile(lambda c: c.better is None, overall)  # than what decides
+    against = [c for c in weightier if chosen is not None and c.value(c.other(chosen)) - c.value(chosen) >= _much(c)]
+    if chosen is None or not against:
         return None
-    kept, others = (shown(completed.value(arm), "share") for arm in (chosen, completed.other(chosen)))
-    return f"Too few requests to choose: {chosen} completed {kept} of them, {completed.other(chosen)} {others}, and that may be chance."
+    return f"Too little was measured to choose {chosen}: it may be worse in {_listed(against, chosen)}."
+
+
+def _much(c: Comparison) -> float:
+    """How far a rate or a share, more being better, must speak against an arm, unproven, to keep it from being chosen for less."""
+    return {"share": _MANY, "requests/s": _MANY * max(c.values)}.get(c.unit, math.inf)
 
 
 def _titled(arm: str) -> str:

@@ -162,8 +162,20 @@ def test_a_short_round_with_failures_does_not_choose_the_arm_that_failed():
     ]
     verdict = judge(failed, kept, loose)
     assert verdict.choose != "disagg"
+    assert verdict.reason.startswith("Too little was measured to choose disagg: it may be worse in completed (6")
     all_failed = judge([dataclasses.replace(r, outcome="failed") for r in failed], kept, loose)
     assert all_failed.choose == "colocated"
+
+
+def test_a_latency_does_not_choose_against_an_attainment_that_is_much_worse_and_not_known():
+    """One round of a dozen requests: the arm with the smoother gaps is late with a third of its first tokens."""
+    rough = served("colocated", dataclasses.replace(QUIET, stall_s=0.3), 1, rounds=1, duration_s=24, tokens=60)
+    smooth = served("disagg", dataclasses.replace(QUIET, stall_s=0, step_s=0.02), 2, rounds=1, duration_s=24, tokens=60)
+    late = [dataclasses.replace(r, token_s=tuple(t + 0.6 for t in r.token_s)) if r.index % 4 == 1 else r for r in smooth]
+    assert judge(smooth, rough, CLASSES).choose == "disagg"
+    verdict = judge(late, rough, CLASSES)
+    assert verdict.choose == "either"
+    assert verdict.reason.startswith("Too little was measured to choose disagg: it may be worse in SLO attainment (7")
 
 
 def test_an_arm_whose_requests_were_all_cancelled_has_no_curve():
