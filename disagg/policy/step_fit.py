@@ -56,13 +56,17 @@ class StepFit:
         self._memories = (_Memory(), _Memory())
         self._mean_row = [0.0] * _N
         self._factor_log = 0.0
-        self._cost = prior
+        self._cost: StepCost | None = prior
         self.num_steps = 0
         self.last_s = -math.inf
 
     @property
     def cost(self) -> StepCost:
-        """As learned so far."""
+        """As learned so far; worked out when it is asked for."""
+        if self._cost is None:
+            factor = math.exp(self._factor_log)
+            base, over, token, pair, decode, context = [v * s * factor for v, s in zip(self._values, self._scales, strict=True)]
+            self._cost = StepCost(base, over, token, pair, decode, context, self._ridge_tokens)
         return self._cost
 
     def add(self, step: StepRecord, now_s: float) -> None:
@@ -72,15 +76,16 @@ class StepFit:
             return
         self.last_s = now_s
         self.num_steps += 1
-        work = (
-            1.0,
-            max(0.0, tokens - self._ridge_tokens),
-            step.prefill_tokens,
-            step.prefill_pairs,
-            step.decode_requests,
-            step.context_tokens,
-        )
-        row = [x * scale for x, scale in zip(work, self._scales, strict=True)]
+        over = tokens - self._ridge_tokens
+        base, beyond, token, pair, decode, context = self._scales
+        row = [
+            base,
+            over * beyond if over > 0.0 else 0.0,
+            step.prefill_tokens * token,
+            step.prefill_pairs * pair,
+            step.decode_requests * decode,
+            step.context_tokens * context,
+        ]
         ratio = min(MAX_RATIO, max(1.0 / MAX_RATIO, step.seconds / max(_dot(row, self._values), 1e-9)))
         surprise = math.log(ratio) - self._factor_log
         self._factor_log += surprise * max(FAST, 1.0 / self.num_steps)
@@ -92,7 +97,7 @@ class StepFit:
             self._memories[step.prefill_tokens > 0].add([x / step.seconds for x in row], weight)
             if count <= 8 or count % (8 if count <= EARLY_STEPS else 64) == 0:
                 self._solve()
-        self._set_cost()
+        self._cost = None
 
     def _solve(self) -> None:
         """Non-negative least squares by coordinate descent, from the present values on."""
@@ -112,11 +117,6 @@ class StepFit:
         after_s = _dot(self._mean_row, values)
         if before_s > 0 and after_s > 0:  # what the coefficients have taken up is no longer the factor's
             self._factor_log += math.log(before_s / after_s)
-
-    def _set_cost(self) -> None:
-        factor = math.exp(self._factor_log)
-        base, over, token, pair, decode, context = [v * s * factor for v, s in zip(self._values, self._scales, strict=True)]
-        self._cost = StepCost(base, over, token, pair, decode, context, self._ridge_tokens)
 
 
 def _dot(a: list[float], b: list[float]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ class Agenda:
 
     def at(self, at_s: float, action: Callable[[], None]) -> Appointment:
         """Have `action` happen at `at_s`, not before now."""
-        appointment = Appointment(max(at_s, self.now_s), action)
+        appointment = Appointment(at_s if at_s > self.now_s else self.now_s, action)
         self._numbers += 1
         heapq.heappush(self._heap, (appointment.at_s, self._numbers, appointment))
         return appointment
@@ -41,13 +42,14 @@ class Agenda:
 
     def run(self, until_s: float | None = None) -> None:
         """Everything in order, until nothing is left or `until_s` is reached; then the clock stands there."""
-        heap = self._heap
-        while heap and (until_s is None or heap[0][0] <= until_s):
-            appointment = heapq.heappop(heap)[2]
-            if appointment.action is not None:
-                self.now_s = appointment.at_s
+        heap, pop, last_s = self._heap, heapq.heappop, math.inf if until_s is None else until_s
+        while heap and heap[0][0] <= last_s:
+            at_s, _, appointment = pop(heap)
+            action = appointment.action
+            if action is not None:
+                self.now_s = at_s
                 self.done += 1
-                action, appointment.action = appointment.action, None
+                appointment.action = None
                 action()
         if until_s is not None:
             self.now_s = max(self.now_s, until_s)

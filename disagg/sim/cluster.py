@@ -7,6 +7,7 @@ Nothing in it is random: the same topology, settings and trace give the same eve
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class Simulation:
         self._default_class = topology.slo_classes[0]
         self._dispatcher = dispatcher or make_dispatcher(topology, self._model)
         self._open: dict[int, _Open] = {}
+        self._num_waiting = 0  # of them, without a route
         self._outcomes: list[Outcome] = []
         self._events: list[tuple[float, str, int, str]] | None = [] if keep_events else None
         self._is_deciding = False
@@ -167,6 +169,7 @@ class Simulation:
         entry = _Open(outcome)
         entry.deadline = self._agenda.at(outcome.sent_s + self.settings.timeout_s, lambda: self._deadline(key))
         self._open[key] = entry
+        self._num_waiting += 1
         if self.fleet is not None:
             self.fleet.arrived(outcome.request)
         self._decide_soon()
@@ -194,6 +197,7 @@ class Simulation:
         if entry is None:
             return
         if entry.attempt is None:
+            self._num_waiting -= 1
             self._dispatcher.withdraw(key)
             self._finish(entry.outcome, "rejected", "RejectedError", "the deadline passed while it waited")
         else:
@@ -227,12 +231,11 @@ class Simulation:
             self._wake.cancel()
             self._wake = None
         now_s = self._agenda.now_s
-        waits = any(entry.attempt is None for entry in self._open.values()) if len(self._open) < 64 else True
-        times = [now_s + self.settings.report_interval_s] if waits and self._open else []
+        at_s = now_s + self.settings.report_interval_s if self._num_waiting else math.inf
         if wake_at_s is not None:
-            times.append(max(wake_at_s, now_s + 1e-6))
-        if times:
-            self._wake = self._agenda.at(min(times), self._decide_soon)
+            at_s = min(at_s, max(wake_at_s, now_s + 1e-6))
+        if at_s < math.inf:
+            self._wake = self._agenda.at(at_s, self._decide_soon)
 
     def _report(self, now_s: float) -> None:
         """Workers report as their frames do: at intervals while tokens flow, and at once when a request has left."""
@@ -254,6 +257,7 @@ class Simulation:
 
     def _refused(self, refusal: Refusal) -> None:
         entry = self._open.pop(refusal.key)
+        self._num_waiting -= 1
         error = "NoWorkerError" if refusal.no_worker else "RejectedError"
         self._finish(entry.outcome, "rejected", error, refusal.reason)
         if entry.deadline is not None:
@@ -261,6 +265,7 @@ class Simulation:
 
     def _granted(self, grant: Grant) -> None:
         entry = self._open[grant.key]
+        self._num_waiting -= 1
         outcome = entry.outcome
         outcome.routed_s = self._agenda.now_s
         outcome.prefill_worker, outcome.decode_worker = grant.route.prefill, grant.route.decode

@@ -9,6 +9,7 @@ affine in the context it reads), and whoever comes while a run is under way cuts
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from collections import deque
@@ -23,7 +24,7 @@ from disagg.engine.simulated_prefix import PrefixCache
 from disagg.engine.simulated_scheduler import Scheduled, Scheduler
 from disagg.engine.simulated_scheduler import Sequence as ScheduledSequence
 from disagg.engine.simulated_settings import kv_cache_tokens
-from disagg.engine.simulated_timing import plan_seconds, step_model
+from disagg.engine.simulated_timing import plan_record, plan_seconds, step_model
 from disagg.errors import ConfigError
 from disagg.sim.agenda import Agenda, Appointment
 from disagg.types import CacheChange, EngineState, StepRecord
@@ -170,14 +171,20 @@ class SimEngine:
         """Nothing is computed, nobody waits."""
         return not self._is_stepping
 
-    def state(self, epoch: str = "", told_steps: int = 0, told_changes: int = 0, **boxes: int) -> EngineState:
-        """What the live engine would report now, of steps and cache changes those after the numbers told, and of its worker's `boxes`."""
+    def state(
+        self, epoch: str = "", told_steps: int = 0, told_changes: int = 0, outbox: tuple[int, int] = (0, 0), inbox: tuple[int, int] = (0, 0)
+    ) -> EngineState:
+        """What the live engine would report now; of steps and cache changes those after the numbers told.
+
+        `outbox`, `inbox`: its worker's boxes, (free bytes, total bytes).
+        """
         scheduler = self.scheduler
-        queued = sum(max(0, s.num_tokens - s.num_ready) for s in scheduler.waiting)
-        running = 0  # in a run nobody's prompt is under way
-        if self._run is None:
-            running = sum(s.num_tokens - s.num_computed for s in scheduler.running if s.num_tokens - s.num_computed > 1)
-        taken = self._blocks_of_run() if self._run is not None else 0
+        queued = sum([max(0, s.num_tokens - s.num_ready) for s in scheduler.waiting]) if scheduler.waiting else 0
+        running = taken = 0
+        if self._run is not None:  # nobody's prompt is under way
+            taken = self._blocks_of_run()
+        elif scheduler.running:
+            running = sum([left for s in scheduler.running if (left := s.num_tokens - s.num_computed) > 1])
         return EngineState(
             epoch=epoch,
             waiting_requests=len(scheduler.waiting),
@@ -186,15 +193,22 @@ class SimEngine:
             free_kv_tokens=(scheduler.free_blocks - taken) * scheduler.block_tokens,
             total_kv_tokens=scheduler.capacity_tokens,
             step_s=self._step_s,
+            outbox_free_bytes=outbox[0],
+            outbox_total_bytes=outbox[1],
+            inbox_free_bytes=inbox[0],
+            inbox_total_bytes=inbox[1],
             preemptions=scheduler.preemptions,
             max_step_tokens=scheduler.max_num_batched_tokens,
             max_running_requests=scheduler.max_num_seqs,
             mixed_step_tokens=scheduler.mixed_step_tokens,
-            steps=tuple([s for s in self.recent if s.number > told_steps]) if self.num_steps > told_steps else (),
+            steps=self._steps_after(told_steps) if self.num_steps > told_steps else (),
             cache_block_tokens=self.prefixes.unit_blocks * scheduler.block_tokens if self.prefixes is not None else 0,
             cache_changes=self._changes(told_changes),
-            **boxes,  # type: ignore[arg-type]  # the four sizes, which are numbers
         )
+
+    def _steps_after(self, told: int) -> tuple[StepRecord, ...]:
+        found = list(itertools.takewhile(lambda step: step.number > told, reversed(self.recent)))
+        return tuple(found[::-1])
 
     def _changes(self, told: int) -> tuple[CacheChange, ...]:
         if self.prefixes is None or self.prefixes.num_changes <= told:
@@ -261,7 +275,10 @@ class SimEngine:
         if self.step_end_s is not None:
             self.step_end_s.append(self._agenda.now_s)
         self._count(1, seconds)
-        self._record(plan, seconds)
+        record = plan_record(plan, self.num_steps, seconds)
+        self.prefill_tokens += record.prefill_tokens
+        self.decode_tokens += record.decode_requests
+        self.recent.append(record)
         if self.prefixes is not None:
             self.prefixes.note_changes()
         sampled = []
@@ -299,21 +316,6 @@ class SimEngine:
         mean_s = seconds / steps
         keep = (1 - _STEP_WEIGHT) ** steps if self._step_s else 0.0
         self._step_s = mean_s + (self._step_s - mean_s) * keep
-
-    def _record(self, plan: Sequence[Scheduled], seconds: float) -> None:
-        decodes = context = prefill = 0
-        pairs = 0.0
-        for item in plan:
-            cached = item.sequence.num_computed
-            if item.num_tokens == 1 and cached:
-                decodes += 1
-                context += cached + 1
-            else:
-                prefill += item.num_tokens
-                pairs += item.num_tokens * (cached + (item.num_tokens + 1) / 2)
-        self.prefill_tokens += prefill
-        self.decode_tokens += decodes
-        self.recent.append(StepRecord(self.num_steps, seconds, prefill, pairs, decodes, context))
 
     # ---- runs
 

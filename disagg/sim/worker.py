@@ -101,10 +101,8 @@ class SimWorker:
             self.name,
             told,
             told_changes,
-            outbox_free_bytes=self.outbox.free_bytes,
-            outbox_total_bytes=self.outbox.total_bytes,
-            inbox_free_bytes=self.inbox.free_bytes,
-            inbox_total_bytes=self.inbox.total_bytes,
+            (self.outbox.free_bytes, self.outbox.total_bytes),
+            (self.inbox.free_bytes, self.inbox.total_bytes),
         )
 
     def assert_empty(self) -> None:
