@@ -7,9 +7,11 @@ Nothing in it is random: the same topology, settings and trace give the same eve
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from disagg.config import SloClass, Topology
@@ -29,6 +31,7 @@ from disagg.sim.worker import SimWorker
 from disagg.trace import TraceRequest
 from disagg.types import Request, Sampling
 
+_OBJECTS = 50_000  # made until Python looks for cycles among them
 _PROGRESS_S = 1.0  # how often the dispatcher hears how long the answers have become
 
 
@@ -111,7 +114,8 @@ class Simulation:
     def run(self) -> SimReport:
         """Send the whole trace and wait until every request has ended."""
         self._plan_arrival(0)
-        self._agenda.run()
+        with _rare_collections():
+            self._agenda.run()
         self._assert_empty()
         end_s = max((o.end_s or 0.0 for o in self._outcomes), default=0.0)
         return SimReport(
@@ -354,6 +358,17 @@ class Simulation:
     def _note(self, what: str, outcome: Outcome, worker: str = "") -> None:
         if self._events is not None:
             self._events.append((self._agenda.now_s, what, outcome.index, worker))
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Python looks for cycles after every 700 objects; here those live as long as their request, and each look finds nothing."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(_OBJECTS, before[0]), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _build_workers(agenda: Agenda, topology: Topology, settings: SimSettings) -> Mapping[str, SimWorker]:
