@@ -37,8 +37,13 @@ def plan(
     ),
     kv_dtype: str = typer.Option("bf16", "--kv-dtype", help="bf16, fp8 or int8."),
     speculative: str | None = typer.Option(None, "--speculative", metavar="TOKENS:ACCEPTANCE", help="Speculative decoding, such as 4:0.7."),
-    link: str = typer.Option(
-        "ib-ndr", "--link", help="What KV moves over: nvlink4, pcie5, ib-ndr, eth-100, ..., or GB/s one way, per GPU."
+    link: str | None = typer.Option(
+        None,
+        "--link",
+        help="What KV moves over: nvlink4, pcie5, ib-ndr, eth-100, ..., or GB/s one way, per GPU; default: the profile's, else ib-ndr.",
+    ),
+    profile: Path | None = typer.Option(
+        None, "--profile", help="A file of `disagg profile`: workers on --gpu take its step times, KV cache and degree, not the roofline's."
     ),
     attainment: float = typer.Option(0.9, "--attainment", help="Share of requests that must be inside their class."),
     price: float | None = typer.Option(None, "--price", min=0, help="Of one GPU-hour."),
@@ -67,6 +72,8 @@ def plan(
     question = _question(
         model, gpu, decode_gpu, gpus or 1, _classes(slo), workload, traces, seed, requests, quantization, kv_dtype, speculative, link
     )
+    if profile is not None:
+        question = _measured(question, profile, link, [quantization, speculative, kv_dtype if kv_dtype != "bf16" else None])
     question = _changed(question, tp, attainment, price, decode_price, gpus_per_host)
     console = Console(stderr=True, highlight=False)
     with console.status("") as status:
@@ -123,12 +130,12 @@ def _question(
     quantization: str | None,
     kv_dtype: str,
     speculative: str | None,
-    link: str,
+    link: str | None,
 ) -> Question:
     from disagg.cli_limits import find_model
     from disagg.errors import ConfigError
     from disagg.perf.hardware import find_device
-    from disagg.perf.links import find_link
+    from disagg.perf.links import USUAL_LINK, find_link
     from disagg.perf.model_config import find_dtype
     from disagg.perf.speculative import parse_speculation
     from disagg.plan.question import Question
@@ -144,13 +151,33 @@ def _question(
         device=find_device(gpu),
         gpus=gpus,
         load=_load(workload, classes, traces, seed, shape.max_context_tokens),
-        link=find_link(link),
+        link=find_link(link or USUAL_LINK),
         decode_device=find_device(decode_gpu) if decode_gpu else None,
         dtype=find_dtype(quantization, "--quantization") if quantization else configured,
         kv_dtype=kv,
         speculation=parse_speculation(speculative) if speculative else None,
         requests=requests,
     )
+
+
+def _measured(question: Question, path: Path, link: str | None, changes: list[str | None]) -> Question:
+    """The same question of workers as profiled. `changes`: of what they compute with, which a measured worker does not allow."""
+    from dataclasses import replace
+
+    from disagg.errors import ConfigError
+    from disagg.perf.links import Link
+    from disagg.perf.profile import load_profile
+
+    found = load_profile(path)
+    found.check_model(question.shape_ref)
+    if any(changes):
+        value = ", ".join(c for c in changes if c)
+        expected = "nothing beside --profile, whose worker was measured with its own types: measure one with those engine arguments"
+        raise ConfigError(key="--quantization, --kv-dtype, --speculative", value=value, expected=expected)
+    question = replace(question, profile=found, profile_ref=str(path.expanduser().resolve()))
+    if link is None and found.link_bandwidth is not None:
+        question = replace(question, link=Link("the profile's link", found.link_bandwidth / found.tp, share=1.0))
+    return question
 
 
 def _changed(
@@ -231,6 +258,10 @@ def _at_rate(load: Load, rate: float) -> Load:
 
 
 def _loadable(model: str) -> str | None:
-    """What a topology can load: a folder with weights. None: the shape's usual name on the hub, where it has one."""
+    """What a topology can load: a bundled model, or a folder with weights. None: the shape's usual name on the hub, where it has one."""
+    from disagg.models.catalog import BUNDLED
+
+    if model.lower() in BUNDLED:
+        return model.lower()
     path = Path(model).expanduser()
     return str(path.resolve()) if path.is_dir() and any(path.glob("*.safetensors")) else None

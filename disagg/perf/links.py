@@ -43,6 +43,7 @@ LINKS: dict[str, Link] = {
         Link("eth-100", 12.5e9),
     )
 }
+USUAL_LINK = "ib-ndr"  # where none is named
 USUAL_LINKS = ("nvlink4", "pcie5", "ib-ndr", "eth-100", "eth-10")
 
 

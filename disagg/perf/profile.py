@@ -84,6 +84,17 @@ class Profile:
     def model_name(self) -> str:
         return self.model.partition("@")[0]
 
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel degree of the measured worker, by its engine's arguments."""
+        return int(self.args.get("tensor_parallel_size") or self.args.get("tp") or 1)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of a request that the measured worker takes at most; None where its arguments do not say."""
+        value = self.args.get("max_model_len")
+        return int(value) if value else None
+
     def step_s(self, chunks: Sequence[PrefillChunk], num_decodes: int = 0, decode_context_tokens: int = 0) -> float:
         """Seconds of one step; an empty one takes no time."""
         prompt_tokens = sum([c.num_tokens for c in chunks])

@@ -14,7 +14,8 @@ from disagg.perf.hardware import Device, Dtype
 from disagg.perf.limits import find_limits, sizes_of
 from disagg.perf.links import Link
 from disagg.perf.memory import kv_capacity_tokens
-from disagg.perf.profile import StepTimes
+from disagg.perf.profile import Profile, StepTimes
+from disagg.perf.roofline import PrefillChunk
 from disagg.perf.shapes import ModelShape
 from disagg.perf.speculative import Speculation
 from disagg.plan.load import Load
@@ -34,7 +35,8 @@ class Question:
 
     `degrees`: tensor-parallel degrees to choose from; none: all that the heads divide by, up to the GPUs of a host. `level`: share of
     requests that must be inside their class. `price`: of one GPU-hour, `decode_price` of one of `decode_device`. `requests`: that a
-    simulation sends at most.
+    simulation sends at most. `profile`: measured step times, cache and bytes of a worker on `device`, in the roofline's place;
+    `profile_ref`: its file.
     """
 
     shape: ModelShape
@@ -53,6 +55,8 @@ class Question:
     decode_price: float | None = None
     gpus_per_host: int = 8
     requests: int = 1500
+    profile: Profile | None = None
+    profile_ref: str = ""
 
     def with_gpus(self, gpus: int) -> Question:
         return replace(self, gpus=gpus)
@@ -66,6 +70,15 @@ class Question:
         other = self.decode_device
         return (self.device,) if other is None or other == self.device else (self.device, other)
 
+    def is_measured(self, device: Device) -> bool:
+        """Whether the profile is of workers on `device`."""
+        return self.profile is not None and device == self.device
+
+    @property
+    def wire_bytes_per_token(self) -> int:
+        """Of one token's KV between two workers, all ranks together."""
+        return self.profile.kv_bytes_per_token if self.profile else self.shape.kv_bytes_per_token(self.kv_dtype)
+
     def requests_at(self, rate_rps: float) -> int:
         """What a simulation at that rate sends: for so long that the cluster fills, and answers of its full state come to their end."""
         s = self.load.sample
@@ -75,8 +88,9 @@ class Question:
 
     def settings(self, device: Device, tp: int, chunk: int = 2048, max_seqs: int = 256) -> SimulatedSettings:
         """Of one worker's engine."""
-        longest = self.load.longest_tokens
+        block_tokens = self.profile.block_tokens if self.profile else BLOCK_TOKENS
         return SimulatedSettings(
+            profile=self.profile_ref if self.is_measured(device) else None,
             gpu=device.name,
             shape=self.shape_ref,
             tp=tp,
@@ -85,11 +99,16 @@ class Question:
             speculative_tokens=self.speculation.tokens if self.speculation else 0,
             speculative_acceptance=self.speculation.acceptance if self.speculation else 0.0,
             kv_bytes_per_token=64,
-            block_tokens=BLOCK_TOKENS,
+            block_tokens=block_tokens,
             max_num_batched_tokens=chunk,
             max_num_seqs=max_seqs,
-            max_model_len=self.shape.max_context_tokens or -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS,
+            max_model_len=self._max_model_len(block_tokens),
         )
+
+    def _max_model_len(self, block_tokens: int) -> int:
+        if self.profile is not None and self.profile.max_model_len:
+            return self.profile.max_model_len
+        return self.shape.max_context_tokens or -(-self.load.longest_tokens // block_tokens) * block_tokens
 
     def steps(self, device: Device, tp: int) -> StepTimes:
         """Step times of one worker."""
@@ -97,10 +116,14 @@ class Question:
 
     def kv_tokens(self, device: Device, tp: int) -> int:
         """Tokens of KV that one worker holds; 0 when not even the weights fit."""
+        if self.profile is not None and device == self.device:
+            return self.profile.kv_cache_tokens
         return kv_capacity_tokens(self.shape, device, tp, self.dtype, kv_dtype=self.kv_dtype)
 
     def usable_degrees(self, device: Device) -> tuple[int, ...]:
         """Degrees at which a worker holds the longest request. Raises ConfigError when there is none, saying what would fit."""
+        if self.profile is not None and device == self.device:
+            return self._measured_degree(self.profile)
         wanted = self.degrees or tuple(d for d in DEGREES if d <= self.gpus_per_host)
         possible = [d for d in wanted if self._divides(d)]
         if not possible:
@@ -110,6 +133,18 @@ class Question:
         if not fitting or min(fitting) > self.gpus:
             self._does_not_fit(device, possible)
         return tuple(d for d in fitting if d <= self.gpus)
+
+    def _measured_degree(self, profile: Profile) -> tuple[int, ...]:
+        """That of the measured worker: nothing is known of others."""
+        if self.degrees and profile.tp not in self.degrees:
+            raise ConfigError(key="tp", value=list(self.degrees), expected=f"{profile.tp}, that of the profile's worker")
+        most = min(profile.kv_cache_tokens, profile.max_model_len or profile.kv_cache_tokens)
+        if most < self.load.longest_tokens:
+            expected = f"requests of at most {most:,} tokens, what the profile's worker takes"
+            raise ConfigError(key="workload", value=self.load.longest_tokens, expected=expected)
+        if profile.tp > self.gpus:
+            raise ConfigError(key="gpus", value=self.gpus, expected=f"at least {profile.tp}, the devices of the profile's worker")
+        return (profile.tp,)
 
     def _divides(self, degree: int) -> bool:
         heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
@@ -147,16 +182,21 @@ def check(question: Question) -> None:
             floor_s, device, tp = min((_token_floor_s(question, d, tp, typical_context), d.name, tp) for d, tp in widest)
             read_gb = question.shape.weight_bytes(question.dtype) / 1e9
             why = f"a step reads {read_gb:,.1f} GB of weights and a context of {typical_context:,} tokens"
-            _refuse_below(slo_class.name, "tpot_ms", slo_class.tpot_s, floor_s, f"one token on {tp} x {device}: {why}")
+            if question.profile is not None:
+                why = f"a step with a context of {typical_context:,} tokens, as measured"
+            _refuse_below(question, slo_class.name, "tpot_ms", slo_class.tpot_s, floor_s, f"one token on {tp} x {device}: {why}")
         if slo_class.ttft_s is not None:
             # The shortest prompts are the easiest; where those of the share that must be in time cannot be, nothing helps.
             longest = int(np.quantile([r.input_tokens for r in own], question.level, method="lower"))
             floor_s, device, tp = min((_prompt_floor_s(question, d, tp, longest), d.name, tp) for d, tp in widest)
-            why = f"the prefill of {longest:,} tokens (the {question.level:.0%} quantile of the prompts) on {tp} x {device} at peak FLOP/s"
-            _refuse_below(slo_class.name, "ttft_ms", slo_class.ttft_s, floor_s, why)
+            how = "in one step, as measured" if question.profile else "at peak FLOP/s"
+            why = f"the prefill of {longest:,} tokens (the {question.level:.0%} quantile of the prompts) on {tp} x {device} {how}"
+            _refuse_below(question, slo_class.name, "ttft_ms", slo_class.ttft_s, floor_s, why)
 
 
 def _token_floor_s(question: Question, device: Device, tp: int, context: int) -> float:
+    if question.is_measured(device):
+        return question.steps(device, tp).decode_step_s(1, max(1, context))
     sizes = sizes_of(question.shape, question.dtype, question.kv_dtype, tp)
     page = find_limits(
         device, sizes, model=question.shape.name, shape=question.shape, tp=tp, dtype=question.dtype, kv_dtype=question.kv_dtype,
@@ -167,6 +207,8 @@ def _token_floor_s(question: Question, device: Device, tp: int, context: int) ->
 
 def _prompt_floor_s(question: Question, device: Device, tp: int, tokens: int) -> float:
     new = max(1, round(tokens * (1 - question.load.cached_share)))
+    if question.is_measured(device):
+        return question.steps(device, tp).step_s([PrefillChunk(new)])
     sizes = sizes_of(question.shape, question.dtype, question.kv_dtype, tp)
     page = find_limits(
         device, sizes, model=question.shape.name, shape=question.shape, tp=tp, dtype=question.dtype, kv_dtype=question.kv_dtype,
@@ -175,10 +217,11 @@ def _prompt_floor_s(question: Question, device: Device, tp: int, tokens: int) ->
     return page.limit_prefill_s
 
 
-def _refuse_below(name: str, key: str, target_s: float, floor_s: float, why: str) -> None:
+def _refuse_below(question: Question, name: str, key: str, target_s: float, floor_s: float, why: str) -> None:
     if target_s < floor_s:
-        expected = f"at least {floor_s * 1e3:.1f} ms, the physical limit: {why}"
+        limit = "limit of the profile" if question.profile else "physical limit"
+        expected = f"at least {floor_s * 1e3:.1f} ms, the {limit}: {why}"
         raise ConfigError(
-            f"class {name}: {key}: {target_s * 1e3:g} ms is below the physical limit of {floor_s * 1e3:.1f} ms: {why}",
+            f"class {name}: {key}: {target_s * 1e3:g} ms is below the {limit} of {floor_s * 1e3:.1f} ms: {why}",
             key=f"{name}.{key}", value=target_s * 1e3, expected=expected,
         )  # fmt: skip

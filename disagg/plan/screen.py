@@ -20,7 +20,6 @@ from functools import cached_property
 import numpy as np
 
 from disagg.perf.hardware import Device
-from disagg.perf.memory import rank_kv_bytes_per_token
 from disagg.perf.profile import StepTimes
 from disagg.perf.roofline import PrefillChunk
 from disagg.plan.candidate import Candidate, PoolPlan
@@ -140,8 +139,8 @@ class Screen:
 
     def _hand_over(self, prefill: PoolPlan, decode: PoolPlan, rate_rps: float) -> Numbers | None:
         """Seconds by which the move of each prompt's last chunk delays its second token; None when the links cannot keep up."""
-        s, shape = self.load.sample, self.question.shape
-        kv_bytes = rank_kv_bytes_per_token(shape, 1, self.question.kv_dtype)
+        s = self.load.sample
+        kv_bytes = self.question.wire_bytes_per_token
         bandwidth = self.question.link.usable * min(prefill.tp, decode.tp)
         busy = rate_rps * float(np.mean(s.inputs)) * kv_bytes / (bandwidth * min(prefill.count, decode.count))
         if busy >= FULL:

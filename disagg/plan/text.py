@@ -53,6 +53,7 @@ def question_json(q: Question) -> dict[str, Any]:
         "dtype": q.dtype,
         "kv_dtype": q.kv_dtype,
         "speculative": asdict(q.speculation) if q.speculation else None,
+        "profile": q.profile_ref or None,
         "link": q.link.name,
         "workload": q.load.trace.name,
         "rate_rps": q.load.rate_rps,
@@ -101,8 +102,12 @@ def _question(q: Question, *, with_gpus: bool = True) -> str:
     classes = "; ".join(f"{c.name}: TTFT {_target(c.ttft_ms)}, TPOT {_target(c.tpot_ms)}" for c in q.load.classes)
     extra = f", {q.speculation.tokens} drafted tokens of which {q.speculation.acceptance:.0%} are accepted" if q.speculation else ""
     cached = f", {q.load.cached_share:.0%} of prompt tokens seen before" if q.load.cached_share else ""
+    types = f"in {q.dtype}, KV in {q.kv_dtype}{extra}"
+    if q.profile is not None:
+        steps = f"{q.profile.num_steps} steps, {q.profile.median_error:.0%} off"
+        types = f"as measured on {q.profile.hardware} ({q.profile.measured_at}, {steps})"
     return (
-        f"{q.shape.name} in {q.dtype}, KV in {q.kv_dtype}{extra}, on {devices}; KV over {q.link.name} "
+        f"{q.shape.name} {types}, on {devices}; KV over {q.link.name} "
         f"({q.link.usable / 1e9:,.3g} GB/s a GPU)\n"
         f"{q.load.trace.name}: {q.load.rate_rps:,.3g} requests/s of {q.load.mean_input:,.0f} tokens in and {q.load.mean_output:,.0f} "
         f"out on the mean{cached}\n{classes}; {q.level:.0%} of the requests must keep them"

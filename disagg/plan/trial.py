@@ -125,7 +125,7 @@ def _run(question: Question, candidate: Candidate, rate_rps: float) -> Figures:
     degrees = [pool.tp for pool in candidate.pools.values()]
     settings = SimSettings(
         link_bandwidth=question.link.usable * min(degrees),
-        kv_bytes_per_token=question.shape.kv_bytes_per_token(question.kv_dtype),
+        kv_bytes_per_token=question.wire_bytes_per_token,
         timeout_s=TIMEOUT_S,
         prefix_block_tokens=question.load.trace.prefix_block_tokens,
         max_tokens=max(r.output_tokens for r in requests),

@@ -41,6 +41,7 @@ HUB_NAMES = {
 _QUANTIZATION = {"bf16": None, "fp8": "fp8", "int8": "compressed-tensors", "int4": "awq"}
 _KV = {"bf16": "auto", "fp8": "fp8", "int8": "int8_per_token_head"}
 _CORES = 4  # of one worker
+_OF_A_POOL = ("max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size")
 
 
 def topology_text(plan: Plan, model: str | None = None) -> str:
@@ -80,6 +81,7 @@ def _tree(plan: Plan, model: str | None) -> dict[str, Any]:
     sides = [c for c in (plan.disagg.candidate if plan.disagg else None, plan.colocated.candidate) if c is not None]
     pools = {name: _pool(pool, is_real=model is not None) for side in sides for name, pool in side.pools.items()}
     longest = question.shape.max_context_tokens or question.load.longest_tokens
+    on_cpus = any(device.name.endswith("cpu") for device in question.devices)
     tree = {
         "name": _name(question),
         "model": model or question.shape.name,
@@ -88,11 +90,12 @@ def _tree(plan: Plan, model: str | None) -> dict[str, Any]:
             "kind": "vllm" if model else "simulated",
             "args": _args(question, longest) if model else {},
             "simulated": _shared(question),
+            **({"profile": question.profile_ref} if question.profile else {}),
         },
         "pools": pools,
         "slo_classes": [c.model_dump(exclude_none=True, exclude_defaults=True) for c in question.load.classes],
     }
-    return tree | {"ray": _hosts(question, sides)} if model else tree
+    return tree | {"ray": _hosts(question, sides)} if model and not on_cpus else tree
 
 
 def _name(question: Question) -> str:
@@ -101,6 +104,8 @@ def _name(question: Question) -> str:
 
 
 def _args(question: Question, longest: int) -> dict[str, Any]:
+    if question.profile is not None:  # its times hold for the arguments that it was measured with
+        return {key: value for key, value in question.profile.args.items() if key not in _OF_A_POOL}
     args: dict[str, Any] = {
         "dtype": "bfloat16",
         "max_model_len": longest,
@@ -127,6 +132,8 @@ def _pool(pool: PoolPlan, *, is_real: bool) -> dict[str, Any]:
     if not is_real:
         return {"count": pool.count, "simulated": simulated}
     args = {"tensor_parallel_size": pool.tp, **limits}
+    if pool.device.name.endswith("cpu"):
+        return {"count": pool.count, "cores": pool.tp, "args": args, "simulated": simulated}
     return {"count": pool.count, "gpus": pool.tp, "cores": _CORES, "args": args, "simulated": simulated}
 
 

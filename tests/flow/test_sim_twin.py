@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 
@@ -22,19 +23,27 @@ from tests.builders import Answer, Cluster, cluster
 from tests.sim_rig import poisson, times
 
 TOLERANCE = 0.05
-SPEED = 0.5
-ATTEMPTS = 2
+SPEEDS = (0.5, 0.25)  # of the simulated device: a machine that stalls gets a second try, in which its stalls weigh half
 MOST_LAG_S = 0.06
+ANSWER_TOKENS = 24
 
 
-def topology_of(mode: str) -> Topology:
+@dataclass
+class Lag:
+    """How far this process's event loop fell behind its clock: the longest time at once, and as a share of all the time."""
+
+    longest_s: float = 0.0
+    share: float = 0.0
+
+
+def topology_of(mode: str, speed: float) -> Topology:
     return parse_topology(
         {
             "model": "simulated",
             "mode": mode,
             "engine": {
                 "kind": "simulated",
-                "simulated": {"speed": SPEED, "kv_bytes_per_token": 4, "max_num_batched_tokens": 1024, "eos_mean_tokens": 10_000_000},
+                "simulated": {"speed": speed, "kv_bytes_per_token": 4, "max_num_batched_tokens": 1024, "eos_mean_tokens": 10_000_000},
             },
             # One worker a role: with more, an early word here or there sends a request elsewhere, and few requests do not average that out.
             "pools": {"prefill": {"count": 1}, "decode": {"count": 1}, "colocated": {"count": 1}},
@@ -56,43 +65,46 @@ async def _send(c: Cluster, prompt: tuple[int, ...], planned: TraceRequest, due_
     return await c.ask(c.request(prompt, planned.output_tokens))
 
 
-async def _watch_lag() -> float:
-    """The longest time, until cancelled, for which this process did not get to run its event loop."""
-    longest_s = 0.0
+async def _watch(lag: Lag) -> None:
+    start_s, behind_s = time.monotonic(), 0.0
+    while True:
+        due_s = time.monotonic() + 0.01
+        await asyncio.sleep(0.01)
+        late_s = time.monotonic() - due_s
+        behind_s += late_s if late_s > 5e-3 else 0.0
+        lag.longest_s, lag.share = max(lag.longest_s, late_s), behind_s / (time.monotonic() - start_s)
+
+
+async def measure(topologies: Sequence[Topology], trace: Sequence[TraceRequest]) -> tuple[list[list[Answer]], Lag]:
+    """All at once: they mostly sleep."""
+    lag = Lag()
+    watch = asyncio.create_task(_watch(lag))
     try:
-        while True:
-            due_s = time.monotonic() + 0.01
-            await asyncio.sleep(0.01)
-            longest_s = max(longest_s, time.monotonic() - due_s)
-    except asyncio.CancelledError:
-        return longest_s
-
-
-async def measure(topologies: Sequence[Topology], trace: Sequence[TraceRequest]) -> list[list[Answer]]:
-    """Both at once: they mostly sleep. A stalled machine measures itself, so it gets further attempts."""
-    for _ in range(ATTEMPTS):
-        watch = asyncio.create_task(_watch_lag())
-        measured = await asyncio.gather(*[live(topology, trace) for topology in topologies])
+        return await asyncio.gather(*[live(topology, trace) for topology in topologies]), lag
+    finally:
         watch.cancel()
-        if await watch < MOST_LAG_S:
-            return measured
-    pytest.skip(f"this machine stalled for more than {MOST_LAG_S:g} s in each of {ATTEMPTS} attempts")
 
 
 @pytest.mark.timed
 async def test_live_and_twin_agree() -> None:
-    trace = poisson(2.0, 30, 2500, 24, seed=4)
-    topologies = [topology_of(mode) for mode in ("disagg", "colocated")]
-    measured = await measure(topologies, trace)
+    """To within 5 %, and what the machine's own stalls, which are measured meanwhile, may have added to the live side."""
+    for speed in SPEEDS:
+        trace = poisson(4.0 * speed, 30, 2500, ANSWER_TOKENS, seed=4)
+        topologies = [topology_of(mode, speed) for mode in ("disagg", "colocated")]
+        measured, lag = await measure(topologies, trace)
+        if lag.longest_s < MOST_LAG_S:
+            break
     for topology, answers in zip(topologies, measured, strict=True):
         outcomes = simulate(topology, trace, SimSettings(network_s=1e-3, link_latency_s=2e-3, kv_bytes_per_token=4)).outcomes
         live_ttft = [a.instants_s[0] - a.request.arrival_s for a in answers]
         live_tpot = times([slo.tpot_s(a.instants_s) for a in answers])
         assert max(live_ttft) > 2 * min(live_ttft), "nobody queued: the test shows little"
-        for name, ours, theirs in (
-            ("TTFT", live_ttft, times([o.ttft_s for o in outcomes])),
-            ("TPOT", live_tpot, times([o.tpot_s for o in outcomes])),
+        for name, ours, theirs, stall_s in (
+            ("TTFT", live_ttft, times([o.ttft_s for o in outcomes]), lag.longest_s),
+            ("TPOT", live_tpot, times([o.tpot_s for o in outcomes]), lag.longest_s / (ANSWER_TOKENS - 1)),
         ):
             for percent in (50, 95):
-                expected = slo.percentile(theirs, percent)
-                assert slo.percentile(ours, percent) == pytest.approx(expected, rel=TOLERANCE), f"{topology.mode} {name} p{percent}"
+                expected, found = slo.percentile(theirs, percent), slo.percentile(ours, percent)
+                assert found > (1 - TOLERANCE) * expected, f"{topology.mode} {name} p{percent}"
+                # Stalls delay and never hasten; what waits in a queue is delayed by those of others, too.
+                assert found < (1 + TOLERANCE + 2 * lag.share) * expected + 2 * stall_s, f"{topology.mode} {name} p{percent}, {lag}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from disagg.errors import ConfigError
 from disagg.launch import check as launch_check
 from disagg.launch.check import check_topology
 from disagg.perf.hardware import find_device
+from disagg.perf.profile import Profile, StepCoefficients
 from disagg.plan import size
 from disagg.plan.candidate import Candidate, PoolPlan
 from disagg.plan.planner import Plan, make_plan
@@ -159,6 +161,54 @@ def test_the_command_line_names_what_is_wrong(options: list[str], said: str, tmp
     assert result.exit_code == 2, result.output
     assert said in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def measured_worker(**changes: Any) -> Profile:
+    """A core on which a prompt token takes 2 ms and a step of one 50 ms."""
+    steps = StepCoefficients(base_s=0.05, over_s=0.0, prompt_token_s=2e-3, pair_s=1e-7, decode_s=2e-3, context_s=1e-7)
+    made = Profile(
+        model="smollm2-135m@abc", hardware="one core", args={"max_model_len": 4096, "block_size": 32, "max_num_seqs": 32}, steps=steps,
+        kv_cache_tokens=20_000, block_tokens=32, kv_bytes_per_token=46_080, num_steps=200, median_error=0.05, measured_at="2026-11-30",
+        link_bandwidth=2e9, link_latency_s=2e-3,
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+def test_a_plan_from_a_profile_takes_its_times_and_names_it(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(measured_worker().to_json())
+    (tmp_path / "w.yaml").write_text(WORKLOAD.replace("poisson_per_s: 3", "poisson_per_s: 0.2"))
+    options = ["--model", "smollm2-135m", "--gpu", "cpu", "--gpus", "2", "--workload", str(tmp_path / "w.yaml"), "--slo", "chat=3000/80"]
+    written = ["--profile", str(tmp_path / "p.json"), "--requests", "100", "--no-flips", "--json", "--out", str(tmp_path / "plan.yaml")]
+    result = CliRunner().invoke(app, ["plan", *options, *written])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["question"]["profile"] == str(tmp_path / "p.json")
+    assert answer["question"]["link"] == "the profile's link"
+    one = answer["plans"][0]["at_rate"]["tpot"]["p50"]
+    assert one == pytest.approx(0.052, rel=0.2)  # a step alone, and now and then one more decode: no roofline of `cpu` comes near it
+    topology = load_topology(tmp_path / "plan.yaml")
+    assert topology.engine.profile == str(tmp_path / "p.json")
+    assert (topology.model, topology.engine.kind) == ("smollm2-135m", "vllm")
+    assert [pool.gpus for pool in topology.active_pools().values()] == [0] * len(topology.active_pools())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model", "llama-3.1-8b"], "a profile of llama-3.1-8b; this one was measured on smollm2-135m"),
+        (["--quantization", "int8"], "nothing beside --profile"),
+        (["--tp", "2"], "1, that of the profile's worker"),
+        (["--slo", "chat=3000/40"], "below the limit of the profile of 52.1 ms"),
+    ],
+)
+def test_what_a_profile_does_not_cover_is_refused(options: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(measured_worker().to_json())
+    (tmp_path / "w.yaml").write_text(WORKLOAD)
+    given = {"--model": "smollm2-135m", "--gpu": "cpu", "--workload": str(tmp_path / "w.yaml"), "--slo": "chat=3000/80", "--gpus": "2"}
+    given |= {"--profile": str(tmp_path / "p.json"), **dict(zip(options[::2], options[1::2], strict=True))}
+    result = CliRunner().invoke(app, ["plan", *[part for pair in given.items() for part in pair]])
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
 
 
 def test_a_config_without_a_field_is_refused_by_its_name(tmp_path: Path) -> None:
