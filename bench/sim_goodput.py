@@ -6,6 +6,10 @@ One cluster: 8 workers of four H100s, Llama-3.1-70B bf16, roofline timing. The t
 factor, lengths as they are) until fewer than 90 % of the requests are inside their class; rejected and late ones count as missed, and
 the first fifth of the requests is not counted. The router is not told how long answers will be: each request asks for as many tokens as
 the longest answer of its trace.
+
+    python -m bench.sim_goodput --traces DIR --duel --requests 1500 ...
+
+looks for adaptive's goodput, tries all other arms once at that very rate, and looks for the goodput of the two that do best there.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ WORKERS = 8
 CHUNKS = (256, 512, 1024, 2048)  # of the colocated arm: the best counts
 CONTEXT = 131_072
 TIMEOUT_S = 1800.0  # longer than any answer of these traces takes
+LEVEL = 0.9  # of the requests, at which goodput is read
 WARM_UP = 0.2  # this share of the requests, the first ones, finds the cluster emptier than it will be, and is not counted
 
 
@@ -130,7 +135,7 @@ def measure(trace: Trace, case: Case, arm: str, start: float, requests: int, tol
     def attainment(factor: float) -> float:
         return attainment_at(trace, topology, arm, factor, requests)
 
-    return find_goodput(attainment, start=start, tolerance=tolerance)
+    return find_goodput(attainment, start=start, level=LEVEL, tolerance=tolerance)
 
 
 def main() -> None:
@@ -142,6 +147,7 @@ def main() -> None:
     parser.add_argument("--start", type=float, help="rate factor at which the search begins; default: the workload's")
     parser.add_argument("--at", type=float, help="attainment at this one rate factor, instead of a search for the goodput")
     parser.add_argument("--tolerance", type=float, default=0.01)
+    parser.add_argument("--duel", action="store_true", help="goodput of adaptive and of the two best others only")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of every arm's topology")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -156,6 +162,10 @@ def main() -> None:
         print(f"{name}: {min(given.requests, len(trace.requests))} requests at {rate:.2f}/s; {'; '.join(trace.notes)}", flush=True)
         found[name] = {}
         start = given.start or case.start
+        if given.duel:
+            found[name] = duel(trace, case, arms, start, given.requests, given.tolerance, extra, rate)
+            _compare(found[name])
+            continue
         for arm in arms:
             if given.at is not None:
                 topology = topology_of(arm, case.slo_class, extra, mean_context(trace, given.requests))
@@ -169,6 +179,31 @@ def main() -> None:
             _compare(found[name])
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def duel(
+    trace: Trace, case: Case, arms: list[str], start: float, requests: int, tolerance: float, extra: dict[str, Any], rate: float
+) -> dict[str, Any]:
+    """Goodput of the last arm, and of the two others that have the highest attainment at that rate.
+
+    `rate`: requests per second at factor 1.
+    """
+    *others, own = arms
+    found: dict[str, Any] = {}
+
+    def search(arm: str, begin: float) -> None:
+        goodput = measure(trace, case, arm, begin, requests, tolerance, extra)
+        found[arm] = {"goodput_rps": goodput.rate * rate, **asdict(goodput)}
+        print(f"  {arm:16s} {goodput.rate * rate:8.2f} requests/s (factor {goodput.rate:.3f})", flush=True)
+
+    search(own, start)
+    at, context = found[own]["rate"], mean_context(trace, requests)
+    shares = {a: attainment_at(trace, topology_of(a, case.slo_class, extra, context), a, at, requests) for a in others}
+    ranked = sorted(shares, key=lambda a: -shares[a])
+    print("  at that rate: " + ", ".join(f"{arm} {shares[arm]:.1%}" for arm in ranked), flush=True)
+    for arm in ranked[:2]:
+        search(arm, at if shares[arm] >= LEVEL else at / 1.1)
+    return found
 
 
 def mean_context(trace: Trace, requests: int) -> int:

@@ -28,7 +28,7 @@ from disagg.front.validate import Limits, check_head, check_messages, check_text
 from disagg.pb import inference_pb2 as pb
 from disagg.pb.inference_pb2_grpc import InferenceServicer
 from disagg.policy.view import PoolView
-from disagg.serving.pace import rest_s
+from disagg.serving.pace import Pace
 from disagg.serving.timeline import Timeline
 from disagg.tracing import TRACEPARENT, valid_traceparent
 from disagg.types import FinishReason, Phase, PromptLogprobs, Request, Role, Route, Token, new_id
@@ -103,6 +103,7 @@ class InferenceDoor(InferenceServicer):
         self._coordinator = coordinator
         self._pools = pools
         self._running: set[str] = set()
+        self._pace = Pace()  # of all answers' messages
 
     @property
     def num_running(self) -> int:
@@ -208,8 +209,8 @@ class InferenceDoor(InferenceServicer):
                 began_s = time.monotonic()
                 await answer.write(index, part, request, table)
                 table = None
-                if rest := rest_s(time.monotonic() - began_s):
-                    await asyncio.sleep(rest)  # what comes meanwhile goes in one message
+                if rest_s := self._pace.wrote(time.monotonic() - began_s):
+                    await asyncio.sleep(rest_s)  # what comes meanwhile goes in one message
         if last is None:
             raise EngineError(f"the answer ended after {num_tokens} tokens without a finish reason")
         await answer.write(index, last, request, table, _usage(request, run, num_tokens))

@@ -33,6 +33,9 @@ from disagg.types import Mode, Role
 
 LATE_WEIGHT = 0.15  # of a step that is longer than a decoding request's target by that target, against a regret of 1
 ROLE_BIAS = 0.03
+# What a latency that is inside its target counts, for those who decode where a prompt goes. With EASE, 30 answers that would hardly notice
+# outweigh a fifth of a second of the prompt's own, and decode workers idle beside a growing queue.
+NEIGHBOURS_EASE = 0.05
 AVOIDED = 1e3  # makes a worker that just failed this request the last choice, but still a choice
 TIE = 0.004  # costs this near to the least, 0.8 % of a target, are equal, and take turns: noise must not send all to one worker
 SHORTLIST = 8  # so many of the least busy, and of the least full, workers are weighed
@@ -145,7 +148,7 @@ def _stall_cost(w: WorkerBook, o: Outline, stall_s: float, steps: int) -> float:
     after_s = max(o.gap_s, min(mixed_s, o.gap_s + stall_s / w.mean_spread_tokens))  # no mean is above the longest step
     cost = 0.0
     for target_s, count in w.accounts.groups.items():
-        cost += count * (regret(after_s / target_s) - regret(o.gap_s / target_s))
+        cost += count * (regret(after_s / target_s, NEIGHBOURS_EASE) - regret(o.gap_s / target_s, NEIGHBOURS_EASE))
         if mixed_s > target_s:
             cost += count * LATE_WEIGHT * steps * (mixed_s / target_s - 1.0)
     return cost

@@ -13,6 +13,7 @@ NO_TTFT_DEADLINE_S = 60.0  # in the order of the queue
 Spread = tuple[tuple[float, float], ...]  # likely lengths of an answer: tokens after the first, and the share of answers that have so many
 KNEE = 0.8  # of a target: from here on a latency is at risk of missing it
 STEEP = 125.0
+EASE = 0.5
 MISSED = 1.25  # beyond it the target is lost, and a little more delay hardly matters
 
 
@@ -47,7 +48,7 @@ class Targets:
 
 def slope(share: float) -> float:
     """Growth of the regret around `share`, smoothed: for many requests whose shares lie about it."""
-    return 0.5 + STEEP * (MISSED - KNEE) * min(1.0, max(0.0, (share - 0.5) / 0.5))
+    return EASE + STEEP * (MISSED - KNEE) * min(1.0, max(0.0, (share - 0.5) / 0.5))
 
 
 def late_regret(tpot_s: float, delay_s: float, spread: Spread, target_s: float) -> float:
@@ -61,14 +62,14 @@ def late_regret(tpot_s: float, delay_s: float, spread: Spread, target_s: float) 
     return delayed - regret(tpot_s / target_s)
 
 
-def regret(share: float) -> float:
+def regret(share: float, ease: float = EASE) -> float:
     """How bad a latency of `share` times its target is: gentle below, steep around the target, flat again once it is lost.
 
-    Gentle, so that among pairs that all meet the target the quicker one wins; steep, so that a pair which might miss loses to any that does
-    not; flat, so that a request that cannot be saved costs no other one its target.
+    Gentle (`ease` per target), so that among pairs that all meet the target the quicker one wins; steep, so that a pair which might miss
+    loses to any that does not; flat, so that a request that cannot be saved costs no other one its target.
     """
     if share <= KNEE:
-        return 0.5 * share
+        return ease * share
     if share >= MISSED:
-        return 0.5 * share + STEEP * (MISSED - KNEE) ** 2
-    return 0.5 * share + STEEP * (share - KNEE) ** 2
+        return ease * share + STEEP * (MISSED - KNEE) ** 2
+    return ease * share + STEEP * (share - KNEE) ** 2

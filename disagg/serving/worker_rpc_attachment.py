@@ -13,7 +13,7 @@ from disagg.errors import DisaggError, EngineError, RejectedError, WorkerLostErr
 from disagg.kv.frames import pack_layout
 from disagg.pb import worker_pb2 as pb
 from disagg.serving import worker_rpc_messages as wire
-from disagg.serving.pace import rest_s
+from disagg.serving.pace import Pace
 from disagg.serving.spans import WorkerSpans
 from disagg.serving.worker import LocalWorker
 from disagg.types import Chunk, Request, Transfer
@@ -41,6 +41,7 @@ class Attachment:
         self._steps: dict[int, pb.RequestStep] = {}  # of the frame that is being gathered
         self._num_pending = 0  # tokens in it
         self._is_urgent = False  # somebody waits for what is in it
+        self._pace = Pace()
         self._rests_until_s = 0.0
         self._wake = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -96,8 +97,8 @@ class Attachment:
 
     def wrote(self, write_s: float) -> None:
         """The last frame took so long to write."""
-        rest = rest_s(write_s)
-        self._rests_until_s = time.monotonic() + rest if rest else 0.0
+        rest_s = self._pace.wrote(write_s)
+        self._rests_until_s = time.monotonic() + rest_s if rest_s else 0.0
 
     async def next_frame(self) -> pb.StepFrame:
         """What came since the last frame, or after `heartbeat_s` without anything just the state. Raises what `end` was given."""

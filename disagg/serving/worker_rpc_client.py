@@ -25,7 +25,7 @@ from disagg.kv.layout import KvLayout
 from disagg.pb import worker_pb2 as pb
 from disagg.pb import worker_pb2_grpc
 from disagg.serving import worker_rpc_messages as wire
-from disagg.serving.pace import rest_s
+from disagg.serving.pace import Pace
 from disagg.serving.signal import Signal
 from disagg.serving.worker_rpc_channel import CHANNEL_OPTIONS, ERROR_KEY
 from disagg.serving.worker_rpc_chunks import RemoteChunks
@@ -250,6 +250,7 @@ class RemoteWorker:
             self._is_urgent.set()
 
     async def _write(self, attach: Any) -> None:
+        pace = Pace()
         try:
             while True:
                 await self._has_outgoing.wait()
@@ -258,14 +259,14 @@ class RemoteWorker:
                 frame, self._outgoing = self._outgoing, pb.GatewayFrame()
                 began_s = time.monotonic()
                 await attach.write(frame)
-                if rest := rest_s(time.monotonic() - began_s):
-                    await self._rest(rest)
+                if rest_s := pace.wrote(time.monotonic() - began_s):
+                    await self._rest(rest_s)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             log.debug("worker %s takes no more commands: %r", self.name, error)  # the reader says why it is lost
 
-    async def _rest(self, rest: float) -> None:
+    async def _rest(self, rest_s: float) -> None:
         """Under pressure (pace.py) commands travel together; but not those for whose token a client waits."""
-        timer = asyncio.get_running_loop().call_later(rest, self._is_urgent.set)
+        timer = asyncio.get_running_loop().call_later(rest_s, self._is_urgent.set)
         try:
             await self._is_urgent.wait()
         finally:

@@ -22,6 +22,20 @@ def test_an_idle_process_rests_never_and_a_busy_one_in_proportion() -> None:
     assert pace.rest_s(10.0) == pace.LONGEST_REST_S
 
 
+def test_one_slow_write_is_no_pressure_many_are_and_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    writer = pace.Pace()
+    assert writer.wrote(2 * pace.FREE_S) == 0.0
+    for _ in range(20):
+        now_s += 2 * pace.FREE_S
+        rest_s = writer.wrote(2 * pace.FREE_S)
+    assert rest_s > pace.REST * pace.FREE_S
+    assert writer.wrote(0.0) > 0.0  # one that was quick by luck
+    now_s += 20 * pace.MEMORY_S
+    assert writer.wrote(0.0) == 0.0
+
+
 class IdleWorker:
     """As much of a worker as frames need."""
 
