@@ -17,7 +17,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from disagg.errors import DisaggError, PlacementError, TransferCorruptError, TransferError
+from disagg.errors import DisaggError, TransferCorruptError
+from disagg.kv.carriers.pulls import lost, not_listening
 from disagg.kv.frames import (
     HEARTBEAT_S,
     SILENCE_S,
@@ -70,7 +71,7 @@ _SERVER_OPTIONS = [
 
 
 class GrpcCarrier:
-    """Serves on `host`:`port` (0: a free one). `advertise`: the host name that peers are told (default: `host`).
+    """Serves on `host`:`port` (0: a free one), the host name that peers are told.
 
     `silence_s`: how long a source may say nothing before it counts as lost.
     """
@@ -81,14 +82,12 @@ class GrpcCarrier:
         self,
         host: str = "127.0.0.1",
         port: int = 0,
-        advertise: str | None = None,
         silence_s: float = SILENCE_S,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         _keep_freed_memory()
         self._host = host
         self._port = port
-        self._advertise = advertise or host
         self._silence_s = silence_s
         self._heartbeat_s = heartbeat_s
         self._servers: list[grpc.aio.Server] = []
@@ -104,15 +103,10 @@ class GrpcCarrier:
         try:
             port = server.add_insecure_port(f"{self._host}:{self._port}")
         except RuntimeError as error:
-            raise PlacementError(
-                f"cannot listen on {self._host}:{self._port} for KV: {error}",
-                key="kv.port",
-                value=self._port,
-                expected="a free port, or 0",
-            ) from error
+            raise not_listening(self._host, self._port, str(error)) from error
         await server.start()
         self._servers.append(server)
-        return f"{self._advertise}:{port}"
+        return f"{self._host}:{port}"
 
     async def pull(self, endpoint: str, transfer: Transfer, sink: Sink) -> None:
         channel = await self._channel(endpoint, transfer)
@@ -136,11 +130,11 @@ class GrpcCarrier:
             async with asyncio.timeout(self._silence_s):
                 await call.read()  # the source closes the stream when it has the Ack
         except grpc.aio.AioRpcError as error:
-            raise _lost(transfer, f"{error.code().name} {error.details()}") from error
+            raise lost(transfer, f"{error.code().name} {error.details()}") from error
         except asyncio.InvalidStateError as error:  # a write to a call that has ended
-            raise _lost(transfer, f"the stream closed: {error}") from error
+            raise lost(transfer, f"the stream closed: {error}") from error
         except TimeoutError as error:
-            raise _lost(transfer, "the acknowledgement was not answered") from error
+            raise lost(transfer, "the acknowledgement was not answered") from error
         finally:
             call.cancel()
 
@@ -193,10 +187,10 @@ class GrpcCarrier:
             async with asyncio.timeout(self._silence_s):
                 message = await call.read()
         except TimeoutError:
-            raise _lost(transfer, f"silent for {self._silence_s} s") from None
+            raise lost(transfer, f"silent for {self._silence_s} s") from None
         if not isinstance(message, bytes):
             code, details = await call.code(), await call.details()
-            raise _lost(transfer, f"the stream closed: {code.name} {details}")
+            raise lost(transfer, f"the stream closed: {code.name} {details}")
         return message
 
     async def _channel(self, endpoint: str, transfer: Transfer) -> grpc.aio.Channel:
@@ -230,10 +224,6 @@ def _keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 8 * PIECE_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-
-
-def _lost(transfer: Transfer, why: str) -> TransferError:
-    return TransferError(f"worker {transfer.source.worker} was lost during transfer {transfer.transfer_id}: {why}")
 
 
 def _message(header: Header | None, payload: memoryview | bytes = b"") -> bytes:

@@ -13,7 +13,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 
-from disagg.errors import DisaggError, TransferCorruptError, TransferError
+from disagg.errors import DisaggError, PlacementError, TransferCorruptError, TransferError
 from disagg.kv.carriers.stream import Connection
 from disagg.kv.frames import HEARTBEAT_S, Ack, End, Failed, Frame, Header, Pull, Sink, failed, pull_request, raise_failed
 from disagg.kv.outbox import Outbox, Reader
@@ -194,3 +194,8 @@ async def pull(connection: Connection, transfer: Transfer, sink: Sink, payload: 
 def lost(transfer: Transfer, why: str) -> TransferError:
     """The source of `transfer` is gone."""
     return TransferError(f"worker {transfer.source.worker} was lost during transfer {transfer.transfer_id}: {why}")
+
+
+def not_listening(host: str, port: int, why: str) -> PlacementError:
+    """The port for KV cannot be had."""
+    return PlacementError(f"cannot listen on {host}:{port} for KV: {why}", key="kv.port", value=port, expected="a free port, or 0")

@@ -10,8 +10,8 @@ import asyncio
 import socket
 from collections.abc import Sequence
 
-from disagg.errors import PlacementError, TransferCorruptError
-from disagg.kv.carriers.pulls import BACKLOG, Listener, lost, pull, serve_pull
+from disagg.errors import TransferCorruptError
+from disagg.kv.carriers.pulls import BACKLOG, Listener, lost, not_listening, pull, serve_pull
 from disagg.kv.carriers.stream import Connection, KeptConnections
 from disagg.kv.frames import HEARTBEAT_S, SILENCE_S, Frame, Header, Pull, Sink
 from disagg.kv.outbox import Outbox, Reader
@@ -19,7 +19,7 @@ from disagg.types import Transfer
 
 
 class TcpCarrier:
-    """Serves on `host`:`port` (0: a free one). `advertise`: the host name that peers are told (default: `host`).
+    """Serves on `host`:`port` (0: a free one), the host name that peers are told.
 
     `silence_s`: how long a peer may say nothing before it counts as lost.
     """
@@ -30,13 +30,11 @@ class TcpCarrier:
         self,
         host: str = "127.0.0.1",
         port: int = 0,
-        advertise: str | None = None,
         silence_s: float = SILENCE_S,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self._host = host
         self._port = port
-        self._advertise = advertise or host
         self._silence_s = silence_s
         self._heartbeat_s = heartbeat_s
         self._listeners: list[Listener] = []
@@ -55,7 +53,7 @@ class TcpCarrier:
 
         sock = listening(self._host, self._port)
         self._listeners.append(Listener(self.name, sock, outbox, serve, self._silence_s))
-        return f"{self._advertise}:{sock.getsockname()[1]}"
+        return f"{self._host}:{sock.getsockname()[1]}"
 
     async def pull(self, endpoint: str, transfer: Transfer, sink: Sink) -> None:
         source = transfer.source
@@ -122,9 +120,7 @@ def listening(host: str, port: int) -> socket.socket:
             sock.close()
             raise
     except OSError as error:
-        raise PlacementError(
-            f"cannot listen on {host}:{port} for KV: {error.strerror}", key="kv.port", value=port, expected="a free port, or 0"
-        ) from error
+        raise not_listening(host, port, error.strerror or str(error)) from error
     return sock
 
 

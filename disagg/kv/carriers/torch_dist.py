@@ -61,7 +61,7 @@ _THREADS = 64
 
 
 class TorchDistCarrier:
-    """Serves on `host`:`port` (0: a free one) and two more ports of `host`. `advertise`: the host name that peers are told.
+    """Serves on `host`:`port` (0: a free one) and two more ports of `host`, the host name that peers are told.
 
     `silence_s`: how long a peer may say or give nothing before it counts as lost. Raises ConfigError without torch.
     """
@@ -72,7 +72,6 @@ class TorchDistCarrier:
         self,
         host: str = "127.0.0.1",
         port: int = 0,
-        advertise: str | None = None,
         silence_s: float = SILENCE_S,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
@@ -85,7 +84,6 @@ class TorchDistCarrier:
             )
         self._host = host
         self._port = port
-        self._advertise = advertise or host
         self._silence_s = silence_s
         self._heartbeat_s = heartbeat_s
         self._listeners: list[Listener] = []
@@ -100,7 +98,7 @@ class TorchDistCarrier:
         source = _Source(outbox, self._groups, self._heartbeat_s)
         sock = listening(self._host, self._port)
         self._listeners.append(Listener(self.name, sock, outbox, source.serve, self._silence_s))
-        return f"{self._advertise}:{sock.getsockname()[1]}/{self._groups.serve_store()}"
+        return f"{self._host}:{sock.getsockname()[1]}/{self._groups.serve_store()}"
 
     async def pull(self, endpoint: str, transfer: Transfer, sink: Sink) -> None:
         pair = await self._pair(endpoint, transfer)
