@@ -33,7 +33,7 @@ from disagg.serving.worker_rpc_server import WorkerServer
 from disagg.types import Chunk, FinishReason, Request, Role, Sampling, Token
 
 ROOT = Path(__file__).parent.parent
-SETTLE_S = 10.0
+SETTLE_S = 20.0  # gRPC lets go of a connection that makes no sense after 10 s, and a lease follows
 
 
 @dataclass

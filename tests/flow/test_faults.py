@@ -29,6 +29,13 @@ async def test_every_request_ends_right_or_with_a_typed_error_and_nothing_is_lef
     assert _ended(summary, "right") + _ended(summary, "right, retried") > summary.num_requests // 2
 
 
+async def test_grpc_lets_go_of_a_peer_that_it_hears_but_does_not_understand() -> None:
+    """Seven bytes that are lost on the way to the source leave two ends that ping each other and wait for an answer: the entries stayed."""
+    async with fault_runs("grpc", 2) as runs:
+        await runs.run(scene_of("grpc", 2, 441))
+    assert not runs.summary.problems
+
+
 def _ended(summary: Summary, outcome: str) -> int:
     return sum(counts[outcome] for counts in summary.outcomes.values())
 
