@@ -4,6 +4,7 @@
 
 Live: gateway, router, gRPC, Ray and this machine's noise are real, only the models are not. All runs share two deployments per kind; each
 has its own seed, so its own requests. A/A: two colocated arms. Planted: two disaggregated arms, the second one's decode workers slower.
+What a run can show depends on how quiet the machine is: `tpot_p50_known_to` says how small a difference in TPOT would have been seen.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from disagg.ab.arms import Arm, deployed, parse_arms
 from disagg.ab.out import OutFolder
 from disagg.ab.progress import RunProgress
 from disagg.ab.ray_arms import RayArms
+from disagg.ab.result import Result
 from disagg.ab.run import compare, run_ab
 from disagg.ab.workload import Workload
 from disagg.config import Topology, parse_topology, validated
@@ -56,7 +58,8 @@ def main() -> int:
     planted = _verdicts(topology, (first, _slower(second, given.slower)), given.planted, given)
     quiet = sum(v["choose"] == "either" for v in equal)
     found = sum(v["choose"] == first.name for v in planted)
-    report = {"runs": len(equal), "no_difference": quiet, "planted": len(planted), "found": found, "slower": given.slower}
+    wrong = sum(v["choose"] == second.name for v in planted)
+    report = {"runs": len(equal), "no_difference": quiet, "planted": len(planted), "found": found, "wrong": wrong, "slower": given.slower}
     print(json.dumps({**report, "aa": equal, "with_slower": planted}) if given.json else report)
     return 0 if quiet >= 0.9 * len(equal) and found == len(planted) else 1
 
@@ -93,13 +96,21 @@ async def _all(
                     "reason": result.verdict.reason,
                     "rounds": len(result.rounds),
                     "tpot_p50_s": tpot,
+                    "tpot_p50_known_to": _known_to(result),
                     "not_a_result": result.not_a_result,
                 }
             )
-            print(f"{arms[1].name}, seed {seed}: {result.verdict.choose}, TPOT p50 {tpot} s", file=sys.stderr, flush=True)
+            known = f"known to {found[-1]['tpot_p50_known_to'] or 0:.1%}"
+            print(f"{arms[1].name}, seed {seed}: {result.verdict.choose}, TPOT p50 {tpot} s, {known}", file=sys.stderr, flush=True)
     finally:
         await source.close()
     return found
+
+
+def _known_to(result: Result) -> float | None:
+    """Half the width of the interval of median TPOT's difference, as a share of it: smaller differences this run cannot show."""
+    c = next((c for c in result.verdict.comparisons if c.measure == "TPOT p50"), None)
+    return None if c is None or c.low is None or c.high is None else (c.high - c.low) / 2 / c.values[1]
 
 
 if __name__ == "__main__":

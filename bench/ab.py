@@ -1,6 +1,6 @@
 """`make bench`: colocated (its chunk tuned), disaggregated and adaptive serving on this machine, three workloads at five rates each.
 
-    python -m bench.ab [--topology FILE] [--out out/bench] [--budget-min 45] [--only short-chat ...] [--resume]
+    python -m bench.ab [--topology FILE] [--out out/bench] [--budget-min 42] [--only short-chat ...] [--plan-only] [--resume]
 
 First the machine is measured (calibrate.py, about three minutes): lengths, TPOT targets and rates follow from that by its rules, rounds
 and durations from the time that is left; OUT/plan.json and the first lines of the output say all of it. Then each workload is one
@@ -81,7 +81,7 @@ class Plan:
 def plan(budget_min: float, spent_s: float, speed: Speed, capacity: Mapping[str, Capacity], arms: int) -> Plan:
     """Share what is left of the budget between the workloads; turns are as long as that allows."""
     left_s = max(0.0, 60 * budget_min - spent_s)
-    trials_s = CHUNK_TRIALS * (speed.start_s + TRIAL_S + capacity[TUNED_ON].longest_s) if TUNED_ON in capacity else 0.0
+    trials_s = CHUNK_TRIALS * (speed.start_s + TRIAL_S + max(one.longest_s for one in capacity.values()))
     case_s = (left_s - trials_s) / len(capacity)
     rounds, durations = {}, {}
     probably_s = spent_s + trials_s
@@ -103,13 +103,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     parser.add_argument("--budget-min", type=float, default=42.0, help="minutes for all of it")
     parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=[])
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--plan-only", action="store_true", help="measure the machine, print the plan, and end")
+    parser.add_argument("--resume", action="store_true", help="go on by the plan that is in --out")
     given = parser.parse_args()
     begin_s = time.monotonic()
     names = [name for name in WORKLOADS if not given.only or name in given.only]
     given.out.mkdir(parents=True, exist_ok=True)
     planned = _planned(given, names, begin_s)
     print("\n".join(planned.lines()), flush=True)
+    if given.plan_only:
+        return 0
     failed = []
     for name in planned.capacity:
         if given.resume and (given.out / name / "result.json").exists():
@@ -163,7 +166,7 @@ def _for_bench(topology: Topology, base_dir: Path) -> Topology:
 
 def _command(name: str, planned: Plan, out: Path, *, resume: bool) -> list[str]:
     folder = out / name
-    tuned = _chosen_chunk(out) if name != TUNED_ON else None
+    tuned = _chosen_chunk(out) if name != TUNED_ON else None  # None, too, where it is not among the workloads
     chunk = ["--chunk-trials", str(CHUNK_TRIALS)] if tuned is None else ["--chunk", str(tuned)]
     limit_s = planned.case_s + (CHUNK_TRIALS * (planned.speed.start_s + TRIAL_S) if tuned is None else 0.0)
     return [
