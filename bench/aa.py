@@ -1,6 +1,6 @@
 """Does `disagg ab` see what is there, and nothing else? A/A runs, and runs with one arm's decode slowed by a tenth, on simulated engines.
 
-    python -m bench.aa [--runs 10] [--planted 3] [--slower 1.1] [--rounds N] [--duration-s 8] [--json]
+    python -m bench.aa [--runs 10] [--planted 3] [--slower 1.1] [--rounds 8] [--duration-s 3] [--json]
 
 Live: gateway, router, gRPC, Ray and this machine's noise are real, only the models are not. All runs share two deployments per kind; each
 has its own seed, so its own requests. A/A: two colocated arms. Planted: two disaggregated arms, the second one's decode workers slower.
@@ -48,8 +48,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--planted", type=int, default=3)
     parser.add_argument("--slower", type=float, default=1.1)
-    parser.add_argument("--rounds", type=int, help="exactly so many; default: two, and up to four while differences are not known")
-    parser.add_argument("--duration-s", type=float, default=8.0)
+    parser.add_argument("--rounds", type=int, default=8, help="many short ones: what the machine drifts by averages out between turns")
+    parser.add_argument("--duration-s", type=float, default=3.0)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     topology = parse_topology(TOPOLOGY)
@@ -80,7 +80,7 @@ def _verdicts(topology: Topology, arms: Sequence[Arm], runs: int, given: argpars
 async def _all(
     session: RaySession, topology: Topology, arms: Sequence[Arm], runs: int, given: argparse.Namespace, folder: Path
 ) -> list[dict[str, Any]]:
-    workload = validated(Workload, {"name": "aa", "rounds": 2, "duration_s": given.duration_s, "timeout_s": 60, "streams": [CHAT]}, "aa")
+    workload = validated(Workload, {"name": "aa", "duration_s": given.duration_s, "timeout_s": 60, "streams": [CHAT]}, "aa")
     source = RayArms(session, arms, resident=True, base_dir=Path(), say=lambda line: None)
     found = []
     try:
