@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 from disagg.engine.vllm_channel import ADDRESS_ENV, hold_lifeline
 
@@ -12,6 +13,16 @@ def register() -> None:
     if not os.environ.get(ADDRESS_ENV):
         return
     hold_lifeline()
+    keep_progress_bars_to_threads()
     from disagg.engine.vllm_patches import patch_compiled_model_loading
 
     patch_compiled_model_loading()
+
+
+def keep_progress_bars_to_threads() -> None:
+    """Let tqdm make no semaphore for locking between processes: its name stays in /dev/shm when an engine is killed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return
+    tqdm.set_lock(threading.RLock())
