@@ -38,7 +38,7 @@ from disagg.config import Topology, parse_topology
 from disagg.cpu import fastest_dtype
 from disagg.types import Role
 
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0  # a busy machine needs minutes
 FLAT_REQUESTS = 32
 OUR_ROWS = ("completions", "chat", "openai", "grpc", "guidellm", "flat-http", "flat-grpc")
 PEER_ROWS = ("vllm-serve", "vllm-serve-flat")
