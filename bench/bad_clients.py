@@ -125,7 +125,7 @@ class Bench:
             began_s = time.monotonic()
             said = "an answer"
             try:
-                await self.grpc.generate(prompt, **{"max_tokens": 8, "timeout_s": CALL_TIMEOUT_S, **options})
+                await self.grpc.generate_n(prompt, **{"max_tokens": 8, "timeout_s": CALL_TIMEOUT_S, **options})
             except DisaggError as error:
                 said = f"{type(error).__name__}: {error.message}"
             self.note(f"gRPC, {what}", said.startswith(kind) and await self.answer() == right, said, began_s)

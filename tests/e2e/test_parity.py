@@ -18,7 +18,6 @@ import pytest_asyncio
 
 pytest.importorskip("vllm")
 
-from disagg.client import AsyncClient
 from tests.parity_rig import MODEL, Pair, pair
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
@@ -289,38 +288,6 @@ def joined(events: list[str]) -> dict[str, Any]:
                 logprobs = choice["logprobs"]
                 whole["logprobs"] += logprobs.get("content") or logprobs.get("token_logprobs")
     return whole
-
-
-# The other door makes text, stops and forms by code of its own. (what gRPC's clients write, what OpenAI's write beyond that)
-GRPC_ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "greedy": ({"max_tokens": 24}, {}),
-    "seeded, filtered": ({**SEEDED, "top_p": 0.9, "top_k": 40, "min_p": 0.02}, {}),
-    "penalties": ({"presence_penalty": 0.7, "frequency_penalty": 0.7, "repetition_penalty": 1.2, "max_tokens": 24}, {}),
-    "biases": ({"logit_bias": {260: 4.0}, "bad_words": [" the", " of a"]}, {}),
-    "one token": ({"max_tokens": 1}, {}),
-    "min_tokens": ({"min_tokens": 8, "logit_bias": {EOS: 50.0}}, {}),
-    "ended by its first token": ({"logit_bias": {EOS: 100.0}}, {}),
-    "ignore_eos": ({"logit_bias": {EOS: 100.0}, "ignore_eos": True, "max_tokens": 3}, {}),
-    "stop strings": ({"stop": ["e", "never to be said"], "include_stop_str_in_output": True}, {}),
-    "n": ({**SEEDED, "n": 3}, {}),
-    "json schema": ({"max_tokens": 48}, {"json": SCHEMA}),
-    "regex": ({"max_tokens": 24}, {"regex": "[A-Z][a-z]{2,5}-[0-9]{3}"}),
-    "choice": ({"max_tokens": 16}, {"choice": ["green apple", "green pear", "red plum"]}),
-}
-
-
-@pytest.mark.parametrize("row", GRPC_ROWS)
-async def test_the_grpc_door_says_the_same(servers: Pair, row: str) -> None:
-    options, form = GRPC_ROWS[row]
-    prompt, usual = text(), {"max_tokens": 12, "temperature": 0.0, "logprobs": 1, **options}
-    fields = usual | ({"structured_outputs": form} if form else {})
-    response = await servers.vllm.post(COMPLETIONS, json=ask(prompt, **fields, return_token_ids=True))
-    assert response.status_code == 200, response.text
-    want = [(c["text"], c["token_ids"], c["finish_reason"], c["logprobs"]["token_logprobs"]) for c in response.json()["choices"]]
-    forms = {"json_schema" if name == "json" else name: value for name, value in form.items()}
-    async with AsyncClient(servers.gateway.endpoint) as client:
-        answers = await client.generate_n(prompt, **usual, **forms)
-    assert [(a.text, list(a.token_ids), a.finish, [token.logprob for token in a.tokens]) for a in answers] == want
 
 
 async def test_the_table_can_fail(servers: Pair) -> None:
