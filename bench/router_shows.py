@@ -84,16 +84,16 @@ class Served:
     batch_done: float
 
 
-def serve(where: Topology, rate: float) -> Served:
+def serve(where: Topology, rate: float, span_s: float = SPAN_S, warm_s: float = WARM_S) -> Served:
     classes = {c.name: c for c in where.slo_classes}
-    counted = [o for o in simulate(where, load(rate, SPAN_S, SHARES)) if o.sent_s >= WARM_S]
+    counted = [o for o in simulate(where, load(rate, span_s, SHARES)) if o.sent_s >= warm_s]
     asked = [o for o in counted if o.slo_class != "batch"]
     met = {o.index for o in asked if o.meets(classes[o.slo_class])}
     admitted = [o for o in asked if o.status != "rejected"]
     urgent = [o for o in asked if o.slo_class == "urgent"]
     batch = [o for o in counted if o.slo_class == "batch"]
     return Served(
-        goodput_rps=len(met) / (SPAN_S - WARM_S),
+        goodput_rps=len(met) / (span_s - warm_s),
         attainment=len(met) / len(asked),
         of_admitted=len(met) / max(1, len(admitted)),
         of_urgent=sum(o.index in met for o in urgent) / len(urgent),
@@ -118,8 +118,11 @@ def overload(mode: str) -> None:
 # ---- one huge prompt
 
 
-def long_prompt(mode: str) -> None:
-    """200 short prompts at half of what the workers can do, with and without one of 30,000 tokens among them."""
+def long_prompt(mode: str) -> float:
+    """200 short prompts at half of what the workers can do, with and without one of 30,000 tokens among them.
+
+    Returns the ratio of the short ones' TTFT p99.
+    """
     short = load(40.0, 60.0, {"chat": 1.0})[:200]
     at_s = short[60].arrival_s
     huge = TraceRequest(at_s, 30_000, 100, "batch")
@@ -129,6 +132,7 @@ def long_prompt(mode: str) -> None:
         assert all(o.is_whole for o in outcomes), "a request was refused"
         p99.append(percentile([o.ttft_s or 0.0 for o in outcomes if o.slo_class == "chat"], 99) or 0.0)
     print(f"  short prompts' TTFT p99 {p99[0] * 1e3:.0f} ms without it, {p99[1] * 1e3:.0f} ms with it: {p99[1] / p99[0]:.2f} x")
+    return p99[1] / p99[0]
 
 
 # ---- a worker that turns slow
@@ -136,16 +140,20 @@ def long_prompt(mode: str) -> None:
 
 def slow(mode: str, factor: float) -> None:
     """One worker of each role in turn is `factor` times slower from second 10 to second 25; its share of the routes in each 5 s."""
-    names = ("colocated-0",) if mode == "colocated" else ("prefill-0", "decode-0")
-    for name in names:
-        where = topology(mode)
-        outcomes = simulate(where, load(30.0, 45.0, {"batch": 1.0}), [SlowDown(10.0, name, factor), SlowDown(25.0, name, 1.0)])
-        shares = []
-        for begin in range(0, 45, 5):
-            routed = [o for o in outcomes if o.routed_s is not None and begin <= o.routed_s < begin + 5]
-            used = [o.prefill_worker == name for o in routed] + [o.decode_worker == name for o in routed]
-            shares.append(sum(used) / max(1, len(used)))
+    for name in ("colocated-0",) if mode == "colocated" else ("prefill-0", "decode-0"):
+        shares = shares_of(name, mode, factor, load(30.0, 45.0, {"batch": 1.0}), (10.0, 25.0))
         print(f"  {name}, {factor:g} x slower from 10 to 25 s; share per 5 s: {', '.join(f'{share:.1%}' for share in shares)}")
+
+
+def shares_of(name: str, mode: str, factor: float, requests: Sequence[TraceRequest], spell_s: tuple[float, float]) -> list[float]:
+    """A worker's share of both legs of the routes in each 5 s; it is `factor` times slower in a spell."""
+    outcomes = simulate(topology(mode), requests, [SlowDown(spell_s[0], name, factor), SlowDown(spell_s[1], name, 1.0)])
+    shares = []
+    for begin in range(0, int(requests[-1].arrival_s), 5):
+        routed = [o for o in outcomes if o.routed_s is not None and begin <= o.routed_s < begin + 5]
+        used = [o.prefill_worker == name for o in routed] + [o.decode_worker == name for o in routed]
+        shares.append(sum(used) / max(1, len(used)))
+    return shares
 
 
 # ---- common prefixes

@@ -364,7 +364,8 @@ class Dispatcher:
         if fresh is not None and fresh[0] == (waiter.key, self._grants, now_s) and not held_s and price == 0.0:
             return fresh[1], fresh[2]
         ask = self._ask(waiter, now_s)
-        ask.queue_price = price
+        if price > 0.0:  # lower work has no claim on a higher one's time
+            ask.queue_price = price * (self._waiting.not_below(waiter.request.priority) - 1)
         return ask, self._router.pairs(ask, self._standing(now_s), held_s, RECORDED_PAIRS)
 
     def _candidates(self, now_s: float) -> Iterator[Waiter]:
@@ -392,15 +393,14 @@ class Dispatcher:
         return source.accounts.prefills < self._admission.max_prefills_per_worker
 
     def _queue_price(self, now_s: float) -> float:
-        """Regret per second of a prefill worker's time: what each of those who wait loses by starting so much later."""
-        count = len(self._waiting)
-        if count < 2:
+        """Regret per second of a prefill worker's time: what one of those who wait loses by starting so much later."""
+        if len(self._waiting) < 2:
             return 0.0
         servers = len(self._sources)
         first = self._waiting.first()
         waited = (now_s - first.request.arrival_s) / first.targets.ttft_scale_s if first is not None else 0.0
         share = max(waited, self._waiting.work_s / servers / self._waiting.mean_target_s)
-        return (count - 1) * slope(share) / self._waiting.mean_target_s / servers
+        return slope(share) / self._waiting.mean_target_s / servers
 
     def _is_hopeless(self, waiter: Waiter, ask: Ask, pair: Pair) -> bool:
         """It came in time, but its target cannot be met any more: others can still be."""

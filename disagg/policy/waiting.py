@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -60,6 +61,7 @@ class WaitingQueue:
         self.tokens = 0
         self.work_s = 0.0  # of all that wait
         self._targets_s = 0.0
+        self._by_priority: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -73,6 +75,7 @@ class WaitingQueue:
         self.tokens += waiter.request.num_context_tokens
         self.work_s += waiter.work_s
         self._targets_s += waiter.targets.ttft_scale_s
+        self._by_priority[waiter.request.priority] += 1
         self._place(waiter)
         if waiter.request.deadline_s is not None:
             heapq.heappush(self._expiries, (waiter.request.deadline_s, waiter.key))
@@ -84,6 +87,7 @@ class WaitingQueue:
             self.tokens -= waiter.request.num_context_tokens
             self.work_s = max(0.0, self.work_s - waiter.work_s) if self._waiters else 0.0
             self._targets_s = self._targets_s - waiter.targets.ttft_scale_s if self._waiters else 0.0
+            self._by_priority[waiter.request.priority] -= 1
             self._unplace(waiter)
         return waiter
 
@@ -91,6 +95,10 @@ class WaitingQueue:
     def mean_target_s(self) -> float:
         """Mean of the TTFT that those who wait ask for."""
         return max(1e-3, self._targets_s / max(1, len(self._waiters)))
+
+    def not_below(self, priority: int) -> int:
+        """How many wait that are of this priority or a higher one."""
+        return sum(count for other, count in self._by_priority.items() if other >= priority)
 
     def demote(self, waiter: Waiter) -> None:
         """From now on it is served as well as may be, after all that can still be in time."""
