@@ -1,0 +1,39 @@
+"""bench.predict_ab: what the simulator itself measured, it foresees to the instant; each round in its own time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.predict_ab import foreseen
+from disagg.ab.simulate import sim_rows, simulate_arms
+from disagg.config import load_topology
+from disagg.engine.simulated_settings import profiled_topology
+from disagg.perf.profile import load_profile
+from disagg.sim.settings import SimSettings
+from disagg.trace import Trace
+from tests.sim_rig import poisson
+from tests.unit.test_profile import REPO, profile
+
+
+def test_what_the_simulator_measured_it_foresees(tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    file.write_text(profile().to_json())
+    live = load_topology(REPO / "cluster/topologies/cpu-1p1d.yaml")
+    live = live.model_copy(update={"engine": live.engine.model_copy(update={"profile": str(file)})})
+    topology, measured = profiled_topology(live, file), load_profile(file)
+    requests = tuple(replace(r, slo_class="chat") for r in poisson(0.5, 6, 200, 10))
+    world = SimSettings(kv_bytes_per_token=23_040, timeout_s=60, link_bandwidth=3e9, link_latency_s=2e-3)
+    (arm,) = simulate_arms({"disagg": topology}, Trace("made", requests), world)
+    first = list(sim_rows(arm, "s"))
+    rounds = [*first, *[replace(row, round=2) for row in first]]
+    found = foreseen(rounds, live, topology, measured, 60)
+    assert [row.round for row in found] == [1] * 6 + [2] * 6
+    for row, again in zip(first, found[:6], strict=True):
+        assert (again.prefill_worker, again.decode_worker, again.outcome) == (row.prefill_worker, row.decode_worker, "completed")
+        assert again.token_s == pytest.approx(row.token_s, abs=1e-5)
+    for row, again in zip(first, found[6:], strict=True):  # the router knows more by then
+        assert again.sent_s == pytest.approx(row.sent_s, abs=1e-5)
+        assert again.tpot_s == pytest.approx(row.tpot_s, rel=0.5)
