@@ -24,6 +24,7 @@ from disagg.ab.rows import Row, read_rows
 from disagg.ab.simulate import SimulatedArm, sim_rows
 from disagg.config import Topology, load_topology
 from disagg.engine.simulated_settings import profiled_topology, simulated_model_info
+from disagg.perf.model_config import load_shape
 from disagg.perf.profile import Profile, load_profile
 from disagg.sim.cluster import Simulation
 from disagg.sim.dispatch import make_dispatcher
@@ -46,7 +47,7 @@ def foreseen(rows: Sequence[Row], live: Topology, topology: Topology, profile: P
         end_s += max(row.end_s for row in rows if row.round == number) + timeout_s
     requests = tuple(TraceRequest(begins_s[r.round] + r.sent_s, r.input_tokens, r.max_output_tokens, r.slo_class) for r in sent)
     model = simulated_model_info(topology.simulated(next(iter(topology.active_pools()))), topology.model)
-    report = Simulation(topology, requests, world, dispatcher=make_dispatcher(live, model)).run()
+    report = Simulation(topology, requests, world, dispatcher=make_dispatcher(live, model, load_shape(profile.model_name))).run()
     made = sim_rows(SimulatedArm(rows[0].arm, topology, report), "measured")
     return [_of_round(row, real, begins_s[real.round]) for row, real in zip(made, sent, strict=True)]
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from disagg.config import Topology
+from disagg.perf.shapes import ModelShape
 from disagg.policy.decision import Decisions
 from disagg.policy.dispatch import Dispatcher
 from disagg.policy.priors import pass_tokens_of, priors_of
@@ -43,7 +44,7 @@ class SimDispatcher(Protocol):
     def end(self, key: int, now_s: float, *, is_whole: bool) -> None: ...
 
 
-def make_dispatcher(topology: Topology, model: ModelInfo) -> SimDispatcher:
-    """The dispatcher of a live gateway of this topology, told the same priors of its workers' speed."""
+def make_dispatcher(topology: Topology, model: ModelInfo, shape: ModelShape | None = None) -> SimDispatcher:
+    """The dispatcher of a live gateway of this topology, told the same priors of its workers' speed. `shape`: of a real model, if known."""
     mode, classes = Mode(topology.mode), topology.slo_classes
-    return Dispatcher(mode, model, classes, topology.admission, priors_of(topology), pass_tokens_of(topology))
+    return Dispatcher(mode, model, classes, topology.admission, priors_of(topology, shape), pass_tokens_of(topology))
