@@ -54,7 +54,7 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", 4 * PIECE_BYTES),
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 5000),  # without a byte; bytes that are no answer are bytes, too
-    ("grpc.http2.ping_timeout_ms", 5000),  # without the answer, instead of a minute
+    ("grpc.http2.ping_timeout_ms", 5000),  # without the answer
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 2000),
     ("grpc.so_reuseport", 0),  # a port in use must be an error
