@@ -15,6 +15,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from disagg.engine.vllm_channel import ADDRESS_ENV
+from disagg.engine.vllm_events import events_config
 from disagg.errors import ConfigError, nearest
 
 OURS = {
@@ -54,6 +55,8 @@ def engine_args(model: str, args: Mapping[str, Any]) -> AsyncEngineArgs:
     """vLLM's arguments for `model`, from any AsyncEngineArgs fields in `args`. Raises ConfigError naming a wrong one."""
     check_names(args)
     chosen: dict[str, Any] = {**_defaults(args), **args}
+    if chosen.get("kv_events_config") is None and chosen.get("enable_prefix_caching") is not False:
+        chosen["kv_events_config"] = events_config()
     chosen["logits_processors"] = [*(args.get("logits_processors") or ()), *_own_logits_processors()]
     try:
         return AsyncEngineArgs(

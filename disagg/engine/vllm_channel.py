@@ -7,6 +7,7 @@
                                      hello -------> worker     rank and cache layout, or refused: why it cannot serve
     engine rank, once per step       events ------> worker     staged, write_ended, read_ended
     scheduler, once per step         step --------> worker     on the lifeline: what the step did, how long it took
+    scheduler, once per step         cache -------> worker     on the lifeline: what came into its prefix cache, what went
     scheduler, at its start          lookups -----> worker     on the lifeline: ask me what the prefix cache holds
                                      <------------- worker     cached: token ids, and the hash of the block before them
                                      cached ------> worker     how many of the full blocks are there, and the hash of the last of those
@@ -44,6 +45,7 @@ ADDRESS_ENV = "DISAGG_ENGINE_CHANNEL"  # how an engine process finds its worker;
 MAX_PACKET = 1 << 16
 MAX_EVENTS = 500  # per packet: an event is under 100 bytes
 CONNECT_TIMEOUT_S = 30.0
+MAX_CHANGES = 3000  # per packet that came, and as many that went: an identity is 9 bytes at most
 LOOKUP_TOKENS = 8192  # per packet
 LOOKUP_TIMEOUT_S = 0.5  # the prompt runs meanwhile; an engine that is silent for longer computes with the lock of Python held
 
@@ -151,6 +153,16 @@ def report_step(report: Sequence[Any]) -> None:
         _send(sock, ["step", report])
 
 
+def report_cache(stored: Sequence[int], removed: Sequence[int], is_cleared: bool) -> None:
+    """Tells the worker what one step changed in the prefix cache, as identities of blocks; nothing happens outside our engines."""
+    sock = _lifelines.get((os.environ.get(ADDRESS_ENV, ""), os.getpid()))
+    if sock is None:
+        return
+    for start in range(0, max(1, len(stored), len(removed)), MAX_CHANGES):
+        end = start + MAX_CHANGES
+        _send(sock, ["cache", stored[start:end], removed[start:end], is_cleared and start == 0])
+
+
 class RankChannel:
     """One engine rank's line to its worker. `outbox` and `inbox` are the worker's boxes, mapped into this process."""
 
@@ -207,6 +219,8 @@ class Listener(Protocol):
     def on_events(self, rank: int, events: Sequence[Event]) -> None: ...
 
     def on_step(self, report: Any) -> None: ...
+
+    def on_cache(self, stored: Sequence[int], removed: Sequence[int], is_cleared: bool) -> None: ...
 
     def on_process_lost(self) -> None:
         """An engine process ended: the engine cannot serve any more."""
@@ -327,6 +341,8 @@ class WorkerChannel:
             self.listener.on_events(*rest)
         elif kind == "step":
             self.listener.on_step(*rest)
+        elif kind == "cache":
+            self.listener.on_cache(*rest)
         elif kind == "lookups":
             peer.answers_lookups = True
         elif kind == "cached":

@@ -261,6 +261,7 @@ class VllmEngine:
             max_step_tokens=int(config.scheduler_config.max_num_batched_tokens),
             max_running_requests=int(config.scheduler_config.max_num_seqs),
             steps=tuple(stats.steps),
+            cache_changes=tuple(stats.cache_changes),
             cache_block_tokens=self.layout.block_tokens if config.cache_config.enable_prefix_caching else 0,
         )
 

@@ -109,6 +109,10 @@ class EntryLedger:
         """The engine ran a step."""
         self.stats.note(report)
 
+    def on_cache(self, stored: Sequence[int], removed: Sequence[int], is_cleared: bool) -> None:
+        """A step changed the engine's prefix cache."""
+        self.stats.note_cache(stored, removed, is_cleared)
+
     def on_process_lost(self) -> None:
         """An engine process ended, so the engine cannot serve any more."""
         self.dead.set()

@@ -14,8 +14,10 @@ def register() -> None:
         return
     hold_lifeline()
     keep_progress_bars_to_threads()
+    from disagg.engine.vllm_events import register_publisher
     from disagg.engine.vllm_patches import patch_compiled_model_loading
 
+    register_publisher()
     patch_compiled_model_loading()
 
 

@@ -6,12 +6,13 @@ vLLM's own statistics are off: they lack what a step consisted of, and cost time
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from disagg.types import StepRecord
+from disagg.types import CacheChange, StepRecord
 
 SMOOTHING = 0.2  # weight of the newest step in `step_s`
+KEPT_CHANGES = 256  # of the prefix cache, the latest, for gateways
 RECORDED_STEPS = 32  # the latest, for the router; reports come more often than so many steps
 
 # What crosses the channel: (work or None for a step without any, share of KV blocks in use, requests resumed after a preemption);
@@ -60,7 +61,9 @@ class EngineStats:
     step_s: float = 0.0
     preemptions: int = 0
     steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECORDED_STEPS))
+    cache_changes: deque[CacheChange] = field(default_factory=lambda: deque(maxlen=KEPT_CHANGES))
     _num_steps: int = 0
+    _num_changes: int = 0
 
     def note(self, report: StepReport) -> None:
         """Takes in one report."""
@@ -70,3 +73,8 @@ class EngineStats:
             self._num_steps += 1
             self.steps.append(StepRecord(self._num_steps, *work))
             self.step_s = work[0] if self.step_s == 0 else (1 - SMOOTHING) * self.step_s + SMOOTHING * work[0]
+
+    def note_cache(self, stored: Sequence[int], removed: Sequence[int], is_cleared: bool) -> None:
+        """Takes in one change of the prefix cache."""
+        self._num_changes += 1
+        self.cache_changes.append(CacheChange(self._num_changes, tuple(stored), tuple(removed), is_cleared))

@@ -11,7 +11,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +29,8 @@ from disagg.kv.carriers.loopback import LoopbackCarrier
 from disagg.kv.inbox import Inbox
 from disagg.kv.layout import hash_tokens
 from disagg.kv.outbox import Outbox
+from disagg.policy.prefix_index import PrefixIndex
+from disagg.prefix import block_identities
 from disagg.types import FinishReason, KvAddress, Prefilled, Request, Sampling, Token, Transfer, new_id
 from tests.machine import QUICK_ARGS
 
@@ -98,6 +100,12 @@ def is_at_rest(engine: VllmEngine) -> bool:
     state = engine.state()
     idle = state.waiting_requests == state.running_requests == state.waiting_tokens == engine._ledger.num_open == 0
     return idle and state.free_kv_tokens == state.total_kv_tokens
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 (the engine's process tells of its cache on its own time)
+            await asyncio.sleep(0.02)
 
 
 async def drain(chunks: Any) -> tuple[list[Token], FinishReason | None]:
@@ -217,6 +225,25 @@ async def test_only_what_decode_lacks_travels(cluster: Cluster, extra: int) -> N
     assert cluster.inbox.counters.bytes - before == cluster.inbox.layout.entry_bytes(extra)
     assert cluster.inbox.counters.saved_bytes >= cluster.inbox.layout.entry_bytes(len(prefix))
     assert_equal_or_near_tie(got, (await cluster.expected(request))[0] if extra else first)
+
+
+async def test_a_router_learns_from_the_engines_events_what_they_cache(cluster: Cluster) -> None:
+    """By identities that follow from the prompt alone; a block that a later prompt has pushed out is known to be gone."""
+    request = request_of(fresh_prompt(5 * BLOCK_TOKENS + 7), max_tokens=2)
+    identities = block_identities(request.prompt_token_ids, BLOCK_TOKENS)
+    index = PrefixIndex()
+    for engine in (cluster.prefill, cluster.decode):
+        index.join(engine.name, engine.state().total_kv_tokens // BLOCK_TOKENS)
+    await cluster.answer(request)
+
+    def known() -> dict[str, int]:
+        for engine in (cluster.prefill, cluster.decode):
+            index.update(engine.name, engine.state().cache_changes)
+        return dict(index.cached_blocks(identities))
+
+    await until(lambda: known() == {"prefill": 5, "decode": 5})
+    await drain(cluster.decode.generate(request_of(fresh_prompt(CONTEXT_TOKENS - 2), max_tokens=1)))
+    await until(lambda: known()["prefill"] == 5 and known().get("decode", 0) < 5)
 
 
 async def test_a_prefix_evicted_before_its_use_is_computed_again(cluster: Cluster) -> None:
