@@ -55,17 +55,17 @@ lint: $(STAMP)
 
 # Quick and pure first, real engines last; the first failure ends it. What runs in processes or against a clock gets a second try, because
 # machines are shared: a fault fails twice. The pure tests get none. $(JOBS) files run at a time, but not what compares a clock's readings
-# (`timed`) or starts a Ray, which wants both cores for itself. Of real engines one computes at a time in most tests, and it takes one core.
+# (`timed`) or wants all cores for itself. Of real engines one computes at a time in most tests, and it takes one core.
 JOBS ?= 2
-ALONE ?= timed or ray
+ALONE ?= timed
 PYTEST := $(BIN)/python -m pytest -x --durations 10
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: setup lint
 	@echo "==> pytest: the pure parts"
 	$(PYTEST) $(SIDE_BY_SIDE) $(PYTEST_ARGS) tests/unit
-	echo "==> pytest: contracts, and the whole with simulated engines"
+	echo "==> pytest: contracts, and the whole with simulated engines, over Ray too"
 	$(PYTEST) --reruns 1 $(SIDE_BY_SIDE) -m "not ($(ALONE))" $(PYTEST_ARGS) tests/contracts tests/flow
-	echo "==> pytest: against a clock, and on Ray"
+	echo "==> pytest: against a clock, or with all cores"
 	$(PYTEST) --reruns 1 -m "$(ALONE)" $(PYTEST_ARGS) tests/contracts tests/flow
 	echo "==> pytest: real engines"
 	$(PYTEST) --reruns 1 $(SIDE_BY_SIDE) $(PYTEST_ARGS) tests/e2e

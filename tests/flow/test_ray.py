@@ -287,6 +287,7 @@ def test_one_session_per_process(session: RaySession) -> None:
     assert ray.is_initialized()
 
 
+@pytest.mark.timed  # not that it reads a clock: it wants all cores
 async def test_64_workers_serve_2000_requests(session: RaySession) -> None:
     deployment = await asyncio.to_thread(Deployment.up, session, SIXTY_FOUR)
     try:
