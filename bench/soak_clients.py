@@ -19,6 +19,7 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ ANSWER_TIMEOUT_S = 300.0
 MAX_TOKENS = 2000
 SHAPE: dict[str, Any] = {"prefill": 2, "decode": 2, "speed": 0.3, "admission": {"worker_timeout_s": 30.0}}
 LINE_LIMIT = 1 << 20
+KINDS_SHOWN = 5  # of tasks that are left
 
 
 async def serve(door: str) -> None:
@@ -54,7 +56,9 @@ async def serve(door: str) -> None:
         if line == "end":
             left = await _left(cluster)
             ended = {str(phase): count for phase, count in cluster.coordinator.ended.items()}
-            print(json.dumps({"left": left, "ended": ended, "tasks": len(asyncio.all_tasks())}), flush=True)
+            kinds = Counter(getattr(task.get_coro(), "__qualname__", "?") for task in asyncio.all_tasks())
+            most = dict(kinds.most_common(KINDS_SHOWN))
+            print(json.dumps({"left": left, "ended": ended, "tasks": kinds.total(), "most_tasks": most}), flush=True)
             await lines.readline()
 
 
@@ -222,6 +226,7 @@ def _report(before: dict[str, Any], samples: list[dict[str, float]], last: dict[
         "clients_killed_with_their_process": killed,
         "before_and_after": {name: [before[name], last[name]] for name in ("files", "tasks")},
         "left": last["left"],
+        "most_tasks_left": last["most_tasks"],
         "leaks": leaks,
     }
 
