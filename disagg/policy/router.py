@@ -136,7 +136,7 @@ def weigh_first(w: WorkerBook, ask: Ask, standing: Standing, extra_s: float = 0.
     if w.prefilling and ask.queue_price:
         # Its next free second is one that somebody else waits for; an idle worker's is lost when nobody takes it. What a step that is
         # there already would save is left out: whoever comes next saves it too, and for its sake the first of a queue would wait on and on.
-        work_s = w.overhead_s + o.cost.prefill_s(tokens, cached, o.chunk_tokens, o.decodes, o.context_tokens)
+        work_s = o.overhead_s + o.cost.prefill_s(tokens, cached, o.chunk_tokens, o.decodes, o.context_tokens)
         cost += ask.queue_price * max(work_s, o.feed_s)
     if w.role is Role.DECODE:
         cost += ROLE_BIAS
