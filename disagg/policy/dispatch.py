@@ -17,31 +17,27 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from disagg.config import AdmissionSettings, SloClass
 from disagg.policy.admission import MIN_RETRY_S, RECORDED_PAIRS, check_fits, foreseen, retry_after, why_not
 from disagg.policy.booking import Booking
 from disagg.policy.decision import Candidate, DecisionRecord, Decisions, Grant, Refusal, Verdict
+from disagg.policy.members import Members
+from disagg.policy.outline import Outline
 from disagg.policy.outlook import SPARE_BELOW, Outlook, outlook
 from disagg.policy.outputs import OutputLengths
-from disagg.policy.prefix_index import PrefixIndex
-from disagg.policy.router import SHORTLIST, Ask, Pair, Router, Shortage, candidate
-from disagg.policy.standing import Standing
-from disagg.policy.step_cost import GENERIC, StepCost
+from disagg.policy.router import Ask, Pair, Router, Shortage, candidate
+from disagg.policy.standing import SHORTLIST
+from disagg.policy.step_cost import StepCost
 from disagg.policy.targets import SOFT_TPOT_S, Targets, slope
-from disagg.policy.view import missing_role
 from disagg.policy.waiting import Waiter, WaitingQueue
-from disagg.policy.worker_book import WorkerBook, pace_s
+from disagg.policy.worker_book import WorkerBook
 from disagg.prefix import block_identities, root_identity
 from disagg.types import EngineState, Mode, ModelInfo, Request, Role, Route
 
 FEED_S = 0.025  # a worker gets its next prompt when it has so much left, at the least: a round trip and the way through the gateway
 LOOK_AHEAD = 4  # waiters that are tried although one before them has to wait on
-REFRESH_S = 1.0  # how often workers are compared with their pool
-LATELY_S = 3.0  # a worker whose last step is older does not count in that
-EARLY_STEPS = 32  # of a worker; until then it is compared whenever it has twice as many
 MIN_NAP_S = 2e-3
 MAX_NAP_S = 0.1  # a worker that is overdue, or a decode side that is full, is looked at again after so long
 AGED_S = 30.0  # a request that has waited so long gets a turn now and then, whatever its priority
@@ -71,66 +67,42 @@ class Dispatcher:
         self.mode = mode
         self.model = model
         self._admission = admission
-        self._priors = priors or {}
-        self._pass_tokens = pass_tokens or {}
         self._targets = {c.name: Targets.of(c) for c in classes}
-        self._tpot_s = min((t.tpot_s for t in self._targets.values() if t.tpot_s is not None), default=SOFT_TPOT_S)
+        tpot_s = min((t.tpot_s for t in self._targets.values() if t.tpot_s is not None), default=SOFT_TPOT_S)
         self._outputs: dict[str, OutputLengths] = {}
-        self._workers: dict[str, WorkerBook] = {}
-        self._sources: list[WorkerBook] = []  # live workers that may take a first leg, and a second one; the least recently used first
-        self._sinks: list[WorkerBook] = []
+        self._members = Members(mode, priors or {}, pass_tokens or {}, tpot_s)
         self._waiting = WaitingQueue()
         self._bookings: dict[int, Booking] = {}
         self._router = Router(mode)
-        self._prefixes = PrefixIndex()
-        self._cache_block_tokens = 0  # of the workers; 0: none of them tells what it caches
         self._keys = itertools.count(1)
         self._grants = 0
         self._fresh: tuple[tuple[int, int, float], Ask, list[Pair] | Shortage] | None = None  # weighed by admission: for which, when, what
-        self._stood: Standing | None = None
-        self._missing = missing_role(mode, set())
-        self._may_pass = False  # somewhere short prompts pass long ones
         self._wait_factor = 1.0  # learned: measured over predicted time in the queue
-        self._typical = next(iter(self._priors.values()), GENERIC)
-        self._refreshed_s = 0.0
         self._starved_since_s: float | None = None
 
     # ---- workers
 
     def join(self, name: str, role: Role, host_id: str, state: EngineState, now_s: float) -> None:
         """A worker came up. One of that name that is known already is replaced."""
-        self.leave(name, now_s)
-        self._workers[name] = WorkerBook(name, role, host_id, state, self._priors.get(role, GENERIC), now_s)
-        self._workers[name].pass_tokens = self._pass_tokens.get(role, 0)
-        if size := state.cache_block_tokens:
-            self._cache_block_tokens = size
-            self._prefixes.join(name, state.total_kv_tokens // size)
-            self._prefixes.update(name, state.cache_changes)
-        self._members_changed()
+        self._members.join(name, role, host_id, state, now_s)
 
     def leave(self, name: str, now_s: float) -> None:
         """A worker is gone. What was granted on it stays booked until its owner calls `end`. Unknown is fine."""
-        book = self._workers.pop(name, None)
-        if book is not None:
-            book.is_live = False
-            self._prefixes.leave(name)
-            self._members_changed()
+        self._members.leave(name)
 
     def report(self, name: str, state: EngineState, now_s: float) -> None:
         """A worker's latest state; steps that it has told of before do not count twice. Unknown is fine."""
-        book = self._workers.get(name)
-        if book is not None:
-            before = book.fit.num_steps
-            book.report(state, now_s, self._tpot_s)
-            if before < EARLY_STEPS and before.bit_length() < book.fit.num_steps.bit_length():
-                self._refreshed_s = -math.inf  # the first steps say most
-            if state.cache_changes:
-                self._prefixes.update(name, state.cache_changes)
+        self._members.report(name, state, now_s)
 
     @property
     def workers(self) -> Mapping[str, WorkerBook]:
         """The live workers by name. To look at."""
-        return self._workers
+        return self._members.books
+
+    @property
+    def missing_role(self) -> Role | None:
+        """A role that the mode needs and that no live worker has."""
+        return self._members.missing_role
 
     # ---- requests
 
@@ -142,10 +114,10 @@ class Dispatcher:
         `prefix`: identities of its context's full blocks, where they do not follow from its tokens (traces know identities only).
         Raises InvalidRequestError when no live worker could ever hold it.
         """
-        check_fits(request, self.mode, self.model, self._sources, self._sinks)
+        check_fits(request, self.mode, self.model, self._members.sources, self._members.sinks)
         targets = self._targets.get(request.slo_class) or Targets.none(request.slo_class)
         lengths = self._lengths(request.slo_class)
-        if prefix is None or not self._cache_block_tokens:
+        if prefix is None or not self._members.cache_block_tokens:
             prefix = self._identities(request)
         waiter = Waiter(
             key=next(self._keys),
@@ -158,7 +130,7 @@ class Dispatcher:
             spread=lengths.spread(request),
             spread_tokens=lengths.spread_mean(request),
             reserve_tokens=lengths.reserve(request),
-            work_s=self._typical.prefill_s(request.num_context_tokens, 0, 2048),
+            work_s=self._members.typical.prefill_s(request.num_context_tokens, 0, 2048),
             box_bytes=request.num_context_tokens * self.model.kv_bytes_per_token,
             prefix=prefix,
         )
@@ -185,9 +157,7 @@ class Dispatcher:
 
     def decide(self, now_s: float) -> Decisions:
         """Grants and refusals as of now. Call it after each event, and at `wake_at_s`."""
-        self._stood = None
-        if now_s - self._refreshed_s > REFRESH_S:
-            self._refresh(now_s)
+        self._members.look_anew(now_s)
         over = "the deadline passed while it waited"
         refusals = [self._refuse(w, now_s, over, self._retry_s(w, now_s)) for w in self._waiting.expired(now_s)]
         grants: list[Grant] = []
@@ -210,7 +180,7 @@ class Dispatcher:
             return
         booking.first_token(now_s, cached_tokens)
         if booking.prefix:
-            self._prefixes.learn(booking.source.name, booking.prefix, cached_tokens // self._cache_block_tokens)
+            self._members.prefixes.learn(booking.source.name, booking.prefix, cached_tokens // self._members.cache_block_tokens)
 
     def arrived(self, key: int, now_s: float) -> None:
         """The KV lies whole in the decode side's inbox."""
@@ -246,7 +216,7 @@ class Dispatcher:
         """Nobody waits and nothing is booked."""
         assert not len(self._waiting), f"{len(self._waiting)} requests wait"
         assert not self._bookings, f"{len(self._bookings)} bookings are open"
-        for book in self._workers.values():
+        for book in self._members.books.values():
             assert book.accounts.is_empty, f"{book.name}: {book.accounts}"
             assert not book.prefilling, f"{book.name}: {book.prefilling}"
 
@@ -261,7 +231,7 @@ class Dispatcher:
                 continue
             ask = self._ask(waiter, now_s)
             shortlist = SHORTLIST if len(self._waiting) <= MANY_WAITING else FEW
-            pairs = self._router.pairs(ask, self._standing(now_s), {}, RECORDED_PAIRS, shortlist)
+            pairs = self._router.pairs(ask, self._members.standing(now_s), {}, RECORDED_PAIRS, shortlist)
             self._fresh = ((waiter.key, self._grants, now_s), ask, pairs)
             ahead = self._outlook(waiter, ask, now_s)
             found = why_not(ask, [] if isinstance(pairs, Shortage) else pairs, ahead, waiter.work_s)
@@ -312,7 +282,7 @@ class Dispatcher:
     def _outlook(self, waiter: Waiter, ask: Ask, now_s: float) -> Outlook:
         """When its turn comes; corrected by how such predictions did lately."""
         ahead, work_s = self._waiting.ahead(waiter)
-        found = outlook(ask, self._standing(now_s), ahead, work_s, self._typical)
+        found = outlook(ask, self._members.standing(now_s), ahead, work_s, self._members.typical)
         return Outlook(found.start_s * self._wait_factor, found.place_s) if ahead else found
 
     def _learn_wait(self, waiter: Waiter, pair: Pair, ask: Ask) -> None:
@@ -328,13 +298,14 @@ class Dispatcher:
         """Give prompts to workers that are about to run dry. One meant for a busy worker waits on, and counts as work before later ones."""
         grants: list[Grant] = []
         refusals: list[Refusal] = []
-        ready = self._ready(now_s)
+        spent: set[str] = set()  # workers that somebody waits for already
         held_s: dict[str, float] = {}
-        can_pass = self._may_pass and any(w.pass_tokens and w.prefilling for w in self._sources)
-        price = self._queue_price(now_s) if ready else 0.0
+        can_pass = self._members.may_pass and any(w.pass_tokens and w.prefilling for w in self._members.sources)
+        is_any_ready = self._is_any_ready(spent, now_s)
+        price = self._queue_price(now_s) if is_any_ready else 0.0
         blocked = 0
         for waiter in self._candidates(now_s):
-            if blocked >= LOOK_AHEAD or not (ready or can_pass):
+            if blocked >= LOOK_AHEAD or not (is_any_ready or can_pass):
                 break
             ask, pairs = self._weighed(waiter, price, held_s, now_s)
             if isinstance(pairs, Shortage):
@@ -342,9 +313,10 @@ class Dispatcher:
                 continue
             pair = pairs[0]
             source = pair.first.worker
-            if not pair.first.passes and (source.name not in ready or not self._is_ready(source, pair.first.wait_s, now_s)):
+            if not pair.first.passes and (source.name in spent or not self._is_ready(source, pair.first.wait_s, source.outline(now_s))):
                 held_s[source.name] = held_s.get(source.name, 0.0) + pair.first.prefill_s
-                ready.discard(source.name)
+                spent.add(source.name)
+                is_any_ready = self._is_any_ready(spent, now_s)
                 blocked += 1
             elif self._is_hopeless(waiter, ask, pair):
                 prediction = candidate(pair, ask, "too late")
@@ -354,8 +326,7 @@ class Dispatcher:
                 blocked += 1
             else:
                 grants.append(self._book(waiter, ask, pairs, now_s))
-                if not self._is_ready(source, source.wait_s(now_s, source.outline(now_s)), now_s):
-                    ready.discard(source.name)
+                is_any_ready = self._is_any_ready(spent, now_s)
         return grants, refusals
 
     def _weighed(self, waiter: Waiter, price: float, held_s: Mapping[str, float], now_s: float) -> tuple[Ask, list[Pair] | Shortage]:
@@ -366,7 +337,7 @@ class Dispatcher:
         ask = self._ask(waiter, now_s)
         if price > 0.0:  # lower work has no claim on a higher one's time
             ask.queue_price = price * (self._waiting.not_below(waiter.request.priority) - 1)
-        return ask, self._router.pairs(ask, self._standing(now_s), held_s, RECORDED_PAIRS)
+        return ask, self._router.pairs(ask, self._members.standing(now_s), held_s, RECORDED_PAIRS)
 
     def _candidates(self, now_s: float) -> Iterator[Waiter]:
         """In order; but every so often the one that has waited longest goes first."""
@@ -375,20 +346,16 @@ class Dispatcher:
             yield oldest
         yield from self._waiting.in_order()
 
-    def _ready(self, now_s: float) -> set[str]:
-        """Workers that are about to run dry."""
-        standing = self._standing(now_s)
-        outlines = standing.outlines
-        soon = [
-            (w, wait_s) for w, wait_s in standing.waits_s.items() if wait_s <= FEED_S or wait_s <= outlines[w].feed_s or not w.prefilling
-        ]
-        return {w.name for w, wait_s in soon if self._is_ready(w, wait_s, now_s)}
+    def _is_any_ready(self, spent: Collection[str], now_s: float) -> bool:
+        """Whether a worker is about to run dry, those that are `spent` left out."""
+        standing = self._members.standing(now_s)
+        return any(w.name not in spent and self._is_ready(w, standing.wait_s(w), standing.look(w)) for w in standing.sources)
 
-    def _is_ready(self, source: WorkerBook, wait_s: float, now_s: float) -> bool:
+    def _is_ready(self, source: WorkerBook, wait_s: float, o: Outline) -> bool:
         """Whether a worker is about to run dry: a wait for the step under way is none."""
         if not source.prefilling:
             return True
-        if wait_s > FEED_S and wait_s > source.outline(now_s).feed_s:
+        if wait_s > FEED_S and wait_s > o.feed_s:
             return False
         return source.accounts.prefills < self._admission.max_prefills_per_worker
 
@@ -396,7 +363,7 @@ class Dispatcher:
         """Regret per second of a prefill worker's time: what one of those who wait loses by starting so much later."""
         if len(self._waiting) < 2:
             return 0.0
-        servers = len(self._sources)
+        servers = len(self._members.sources)
         first = self._waiting.first()
         waited = (now_s - first.request.arrival_s) / first.targets.ttft_scale_s if first is not None else 0.0
         share = max(waited, self._waiting.work_s / servers / self._waiting.mean_target_s)
@@ -434,50 +401,26 @@ class Dispatcher:
         route = Route(seen[0].prefill, seen[0].decode, reason)
         booking = self._bookings[waiter.key] = Booking(waiter.key, waiter.request, pair, ask, now_s)
         booking.prefix = waiter.prefix
-        self._used(pair)
+        self._members.used(pair)
         return Grant(waiter.key, waiter.request, route, seen[0].prediction, record, waiter.admitted or seen[0].prediction)
 
     # ---- small parts
 
-    def _standing(self, now_s: float) -> Standing:
-        """How the workers stand now; the same until something is granted."""
-        if self._stood is None or self._stood.now_s != now_s:
-            self._stood = Standing(self._sources, self._sinks, now_s)
-        return self._stood
-
-    @property
-    def missing_role(self) -> Role | None:
-        """A role that the mode needs and that no live worker has."""
-        return self._missing
-
-    def _members_changed(self) -> None:
-        books = sorted(self._workers.values(), key=lambda w: w.last_used_s)
-        self._missing = missing_role(self.mode, {w.role for w in books})
-        self._may_pass = any(w.pass_tokens for w in books)
-        self._sources, self._sinks = self._router.sources(books), self._router.sinks(books)
-
-    def _used(self, pair: Pair) -> None:
-        """The pair's workers go to the end of the lists, which are in order of use."""
-        self._stood = None
-        for books, w in ((self._sources, pair.first.worker), (self._sinks, pair.second.worker)):
-            books.remove(w)
-            books.append(w)
-
     def _identities(self, request: Request) -> Sequence[int]:
-        if not self._cache_block_tokens:
+        if not self._members.cache_block_tokens:
             return ()
         root = root_identity(request.cache_salt)
-        return block_identities((*request.prompt_token_ids, *request.prior_output), self._cache_block_tokens, root)
+        return block_identities((*request.prompt_token_ids, *request.prior_output), self._members.cache_block_tokens, root)
 
     def _look_up(self, waiter: Waiter) -> None:
         """What the workers hold of its context, and so the work that it will be."""
         if not waiter.prefix:
             return
-        size, most = self._cache_block_tokens, waiter.request.num_context_tokens - 1
-        waiter.cached = {name: min(most, blocks * size) for name, blocks in self._prefixes.cached_blocks(waiter.prefix).items()}
+        size, most = self._members.cache_block_tokens, waiter.request.num_context_tokens - 1
+        waiter.cached = {name: min(most, blocks * size) for name, blocks in self._members.prefixes.cached_blocks(waiter.prefix).items()}
         if waiter.cached:
             cached = max(waiter.cached.values())
-            waiter.work_s = self._typical.prefill_s(most + 1 - cached, cached, 2048)
+            waiter.work_s = self._members.typical.prefill_s(most + 1 - cached, cached, 2048)
 
     def _lengths(self, name: str) -> OutputLengths:
         return self._outputs.setdefault(name, OutputLengths())
@@ -521,20 +464,6 @@ class Dispatcher:
             retry_after_s=retry_s,
         )
 
-    def _refresh(self, now_s: float) -> None:
-        """Once a second: what the typical worker of each role is, by which the learned speeds of the others are judged."""
-        self._refreshed_s = now_s
-        if sources := self._sources:
-            self._typical = _median(sources).fit.cost
-        for role in Role:
-            if books := [w for w in self._workers.values() if w.role is role]:
-                # What idle workers last learned may be old: how fast the pool is now, those tell that have work.
-                lately = [w for w in books if now_s - w.fit.last_s <= LATELY_S] or books
-                typical = _median(lately).fit.cost if len(books) > 1 else None
-                overhead_s = statistics.median_low([w.overhead_s for w in lately])
-                for book in books:
-                    book.compare(typical, overhead_s)
-
     def _wake_at_s(self, now_s: float) -> float | None:
         """When to look again, if nothing happens before: a deadline passes, a worker runs dry, or waiting for a worker is over."""
         if not len(self._waiting):
@@ -547,17 +476,10 @@ class Dispatcher:
             instants += [max(self._starved_since_s, w.queued_s) + timeout_s for w in self._waiting.in_order()]
         else:
             soon_s = now_s + FEED_S
-            dry_s = min([w.busy_until_s for w in self._sources if w.prefilling and w.busy_until_s > soon_s], default=now_s)
+            dry_s = min([w.busy_until_s for w in self._members.sources if w.prefilling and w.busy_until_s > soon_s], default=now_s)
             nap_s = dry_s - FEED_S - now_s if dry_s > now_s else MAX_NAP_S
             instants.append(now_s + min(MAX_NAP_S, max(MIN_NAP_S, nap_s)))
         return min(instants)
-
-
-def _median(books: Sequence[WorkerBook]) -> WorkerBook:
-    """The worker of median speed, among those of which much is known; of an even number the faster of the two in the middle."""
-    least = min(EARLY_STEPS, max([w.fit.num_steps for w in books])) // 2
-    books = [w for w in books if w.fit.num_steps >= least]
-    return sorted(books, key=lambda w: pace_s(w.fit.cost))[(len(books) - 1) // 2]
 
 
 def describe(pair: Pair) -> str:

@@ -7,13 +7,13 @@ targets and the KV cache; when they are all taken, a place comes free as often a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from disagg.policy.outline import Outline
 from disagg.policy.router import Ask
 from disagg.policy.standing import Standing
 from disagg.policy.step_cost import StepCost
-from disagg.policy.worker_book import UNKNOWN_STEP_TOKENS, Outline, WorkerBook
+from disagg.policy.worker_book import UNKNOWN_STEP_TOKENS, WorkerBook
 
 SPARE_BELOW = 0.9  # of a target: what decoding is held to when prompts run beside it
 NEVER_S = 1e6
@@ -35,7 +35,7 @@ def outlook(
     typical: StepCost,
 ) -> Outlook:
     """For a request with `ahead` others before it, whose prompts take `ahead_work_s` in all at the cost `typical`."""
-    place_s = _place_s(ask, standing.sinks, ahead, standing.now_s) if ask.moves_kv else 0.0
+    place_s = _place_s(ask, standing, ahead) if ask.moves_kv else 0.0
     return Outlook(max(place_s, _prefill_start_s(standing, ahead, ahead_work_s, typical)), place_s)
 
 
@@ -68,8 +68,9 @@ def _prefill_start_s(standing: Standing, ahead: int, work_s: float, typical: Ste
 
     Prompts come in lumps, and each goes to the worker that is free first: half a lump earlier per further worker than the level says.
     """
-    if ahead:
-        work_s = max(0.0, work_s - 0.5 * work_s / ahead * (len(standing.sources) - 1))
+    if not ahead:
+        return _soonest_s(standing, typical)
+    work_s = max(0.0, work_s - 0.5 * work_s / ahead * (len(standing.sources) - 1))
     steps = _levels(standing, typical)
     level_s, rate = NEVER_S, 0.0
     for index, (free_s, share) in enumerate(steps):
@@ -88,29 +89,40 @@ def _prefill_start_s(standing: Standing, ahead: int, work_s: float, typical: Ste
     return level_s
 
 
+def _soonest_s(standing: Standing, typical: StepCost) -> float:
+    """When the first worker is free for prompts."""
+    soonest_s = NEVER_S
+    for w in standing.sources:
+        wait_s = standing.wait_s(w)
+        if wait_s < soonest_s and prompt_rate(w, typical, standing.look(w)) > 0.0:
+            soonest_s = wait_s
+            if wait_s == 0.0:
+                break
+    return soonest_s
+
+
 def _levels(standing: Standing, typical: StepCost) -> list[tuple[float, float]]:
     """When workers are free, the first one first, and how quick each is with prompts from then on."""
     if standing.levels is None:
-        outlines = standing.outlines
-        standing.levels = sorted([(wait_s, prompt_rate(w, typical, outlines[w])) for w, wait_s in standing.waits_s.items()])
+        standing.levels = sorted([(standing.wait_s(w), prompt_rate(w, typical, standing.look(w))) for w in standing.sources])
     return standing.levels
 
 
-def _place_s(ask: Ask, sinks: Sequence[WorkerBook], ahead: int, now_s: float) -> float:
+def _place_s(ask: Ask, standing: Standing, ahead: int) -> float:
     """Until a place on the decode side is free for it."""
     places, ends_per_s = 0.0, 0.0
-    for w in sinks:
-        places += _places(ask, w, now_s)
+    for w in standing.sinks:
+        o = standing.look(w)
+        places += _places(ask, w, o)
         if places > ahead:
             return 0.0
         if w.accounts.decodes:
-            ends_per_s += w.accounts.decodes / (w.mean_output_tokens * w.outline(now_s).gap_s)
+            ends_per_s += w.accounts.decodes / (w.mean_output_tokens * o.gap_s)
     return (ahead + 1 - places) / ends_per_s if ends_per_s > 0 else 0.0
 
 
-def _places(ask: Ask, w: WorkerBook, now_s: float) -> float:
+def _places(ask: Ask, w: WorkerBook, o: Outline) -> float:
     """How many further requests like this one can decode on `w`, by KV room and by its target."""
-    o = w.outline(now_s)
     by_room = max(0, o.free_kv_tokens) // max(1, ask.kv_tokens)
     if w.accounts.kv_tokens == 0:
         by_room = max(1, by_room)

@@ -26,9 +26,10 @@ from typing import TypeVar
 
 from disagg.policy.decision import Candidate, Prediction
 from disagg.policy.hand_over import HandOver
-from disagg.policy.standing import Standing
+from disagg.policy.outline import Outline
+from disagg.policy.standing import SHORTLIST, Standing
 from disagg.policy.targets import Spread, Targets, late_regret, regret
-from disagg.policy.worker_book import Outline, WorkerBook
+from disagg.policy.worker_book import WorkerBook
 from disagg.types import Mode, Role
 
 LATE_WEIGHT = 0.15  # of a step that is longer than a decoding request's target by that target, against a regret of 1
@@ -38,7 +39,6 @@ ROLE_BIAS = 0.03
 NEIGHBOURS_EASE = 0.05
 AVOIDED = 1e3  # makes a worker that just failed this request the last choice, but still a choice
 TIE = 0.004  # costs this near to the least, 0.8 % of a target, are equal, and take turns: noise must not send all to one worker
-SHORTLIST = 8  # so many of the least busy, and of the least full, workers are weighed
 BEST_LEGS = 3  # of each kind are paired
 CROSS_HOST_BYTES_PER_S = 1e9
 
@@ -113,10 +113,11 @@ class Shortage:
 
 def weigh_first(w: WorkerBook, ask: Ask, standing: Standing, extra_s: float = 0.0) -> FirstLeg:
     """The prompt on `w`, behind what is there and `extra_s` more."""
-    o, now_s = standing.outlines[w], standing.now_s
+    now_s = standing.now_s
+    o = w.outline(now_s)
     cached = min(ask.cached.get(w.name, 0), ask.context_tokens - 1) if ask.cached else 0
     tokens = ask.context_tokens - cached
-    wait_s = standing.waits_s[w] + extra_s
+    wait_s = w.wait_s(now_s, o) + extra_s
     core_s = w.prefill_s(tokens, cached, o)
     prefill_s = core_s + o.overhead_s
     if ask.has_followers and w.prefilling and prefill_s < o.feed_s:
@@ -169,7 +170,7 @@ def _delay_cost(w: WorkerBook, o: Outline, start_s: float, prompt_s: float) -> f
 
 def weigh_second(w: WorkerBook, ask: Ask, standing: Standing, ready_s: float = 0.0) -> SecondLeg:
     """The answer on `w`, beside what is there. `ready_s`: from now, until the KV is there when it comes from elsewhere."""
-    o = standing.outlines[w]
+    o = w.outline(standing.now_s)
     tpot_s = w.gap_with_s(o, ask.context_tokens + 0.5 * ask.output_tokens)
     cost = regret(tpot_s / ask.targets.tpot_scale_s)
     for other_s, count in w.accounts.groups.items():
@@ -186,7 +187,7 @@ def weigh_second(w: WorkerBook, ask: Ask, standing: Standing, ready_s: float = 0
 
 def has_kv_room(w: WorkerBook, ask: Ask, standing: Standing) -> bool:
     """A worker that holds nothing of ours is never too small: the total was checked when the request came."""
-    return ask.kv_tokens <= standing.outlines[w].free_kv_tokens or w.accounts.kv_tokens == 0
+    return w.accounts.kv_tokens == 0 or ask.kv_tokens <= w.outline(standing.now_s).free_kv_tokens
 
 
 def has_outbox_room(w: WorkerBook, ask: Ask) -> bool:
@@ -291,7 +292,7 @@ class Router:
 
 def _shortage(ask: Ask, standing: Standing) -> str:
     if not any(has_kv_room(w, ask, standing) for w in standing.sinks):
-        most = max((standing.outlines[w].free_kv_tokens for w in standing.sinks), default=0)
+        most = max((w.outline(standing.now_s).free_kv_tokens for w in standing.sinks), default=0)
         return f"no worker has room for {ask.kv_tokens} KV tokens (the emptiest has {max(0, most)})"
     return "the outboxes or inboxes of all workers are full"
 
@@ -323,7 +324,7 @@ def _least_busy(standing: Standing, ask: Ask, extra_s: Mapping[str, float], shor
     """The workers that could start a prompt soonest, and disturb least; those that hold much of it come too."""
     if len(standing.sources) <= SHORTLIST:
         return standing.sources
-    chosen = standing.least_busy(extra_s)[:shortlist]
+    chosen = standing.least_busy(extra_s, shortlist)
     if ask.cached:
         chosen += [w for w in standing.sources if ask.cached.get(w.name, 0) * 4 > ask.context_tokens and w not in chosen][:shortlist]
     return chosen
@@ -334,8 +335,7 @@ def _least_full(standing: Standing, ask: Ask, shortlist: int) -> Iterable[Worker
     sinks = standing.sinks
     if len(sinks) <= SHORTLIST:
         return [w for w in sinks if has_kv_room(w, ask, standing)] if ask.moves_kv else sinks
-    sinks = standing.least_full()
-    return itertools.islice((w for w in sinks if not ask.moves_kv or has_kv_room(w, ask, standing)), shortlist)
+    return itertools.islice((w for w in standing.least_full() if not ask.moves_kv or has_kv_room(w, ask, standing)), shortlist)
 
 
 LegT = TypeVar("LegT", FirstLeg, SecondLeg)

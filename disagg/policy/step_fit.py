@@ -20,6 +20,7 @@ FAST = 0.15  # weight of the newest step in the factor: 20 steps carry 96 %
 EARLY_STEPS = 64  # of which each is remembered; later every fourth one
 SWEEPS = 8
 MAX_RATIO = 20.0  # one step further off than this says no more than this
+_MIN_RATIO = 1.0 / MAX_RATIO
 _N = 6
 _PAIRS = [(i, j) for i in range(_N) for j in range(i, _N)]
 
@@ -43,7 +44,19 @@ class _Memory:
 class StepFit:
     """The cost of one worker's steps. `num_steps` learned from, the last one reported at `last_s` (monotonic seconds)."""
 
-    __slots__ = ("_cost", "_factor_log", "_mean_row", "_memories", "_prior", "_ridge_tokens", "_scales", "_values", "last_s", "num_steps")
+    __slots__ = (
+        "_cost",
+        "_factor_log",
+        "_mean_row",
+        "_memories",
+        "_pace_s",
+        "_prior",
+        "_ridge_tokens",
+        "_scales",
+        "_values",
+        "last_s",
+        "num_steps",
+    )
 
     def __init__(self, prior: StepCost) -> None:
         self._ridge_tokens = prior.ridge_tokens
@@ -57,6 +70,7 @@ class StepFit:
         self._mean_row = [0.0] * _N
         self._factor_log = 0.0
         self._cost: StepCost | None = prior
+        self._pace_s: float | None = None
         self.num_steps = 0
         self.last_s = -math.inf
 
@@ -69,35 +83,43 @@ class StepFit:
             self._cost = StepCost(base, over, token, pair, decode, context, self._ridge_tokens)
         return self._cost
 
+    @property
+    def pace_s(self) -> float:
+        """`pace_s` of the cost."""
+        if self._pace_s is None:
+            self._pace_s = pace_s(self.cost)
+        return self._pace_s
+
     def add(self, step: StepRecord, now_s: float) -> None:
         """Learn from one step. One without duration or work teaches nothing."""
-        tokens = step.prefill_tokens + step.decode_requests
-        if step.seconds <= 0 or tokens == 0:
+        prompt, decodes, seconds = step.prefill_tokens, step.decode_requests, step.seconds
+        if seconds <= 0 or prompt + decodes == 0:
             return
         self.last_s = now_s
-        self.num_steps += 1
-        over = tokens - self._ridge_tokens
+        self.num_steps = count = self.num_steps + 1
+        over = prompt + decodes - self._ridge_tokens
         base, beyond, token, pair, decode, context = self._scales
         row = [
             base,
             over * beyond if over > 0.0 else 0.0,
-            step.prefill_tokens * token,
+            prompt * token,
             step.prefill_pairs * pair,
-            step.decode_requests * decode,
+            decodes * decode,
             step.context_tokens * context,
         ]
-        ratio = min(MAX_RATIO, max(1.0 / MAX_RATIO, step.seconds / max(_dot(row, self._values), 1e-9)))
-        surprise = math.log(ratio) - self._factor_log
-        self._factor_log += surprise * max(FAST, 1.0 / self.num_steps)
-        count = self.num_steps
+        fitted_s = _dot(row, self._values)
+        ratio = seconds / (fitted_s if fitted_s > 1e-9 else 1e-9)
+        surprise = math.log(MAX_RATIO if ratio > MAX_RATIO else ratio if ratio > _MIN_RATIO else _MIN_RATIO) - self._factor_log
+        newest = 1.0 / count
+        self._factor_log += surprise * (newest if newest > FAST else FAST)
         if count <= EARLY_STEPS or count % 4 == 0:
             self._mean_row = [m + (x - m) * FAST for m, x in zip(self._mean_row, row, strict=True)]
             # A step far from the worker's present speed is a hiccup or a change; only the factor follows at once.
             weight = 1.0 if abs(surprise) < 0.5 or count < 8 else 0.25
-            self._memories[step.prefill_tokens > 0].add([x / step.seconds for x in row], weight)
+            self._memories[prompt > 0].add([x / seconds for x in row], weight)
             if count <= 8 or count % (8 if count <= EARLY_STEPS else 64) == 0:
                 self._solve()
-        self._cost = None
+        self._cost = self._pace_s = None
 
     def _solve(self) -> None:
         """Non-negative least squares by coordinate descent, from the present values on."""
@@ -121,3 +143,8 @@ class StepFit:
 
 def _dot(a: list[float], b: list[float]) -> float:
     return a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3] + a[4] * b[4] + a[5] * b[5]
+
+
+def pace_s(cost: StepCost) -> float:
+    """Seconds of a reference step: the one number by which workers are compared."""
+    return cost.step_s(256, 256 * 512, 16, 16 * 1024)

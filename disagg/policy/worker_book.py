@@ -6,12 +6,15 @@ Two sources are joined: the worker's own reports (a little old), and this gatewa
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from disagg.policy.outline import Outline
 from disagg.policy.step_cost import StepCost
 from disagg.policy.step_fit import StepFit
 from disagg.policy.targets import Spread
-from disagg.types import EngineState, Role
+from disagg.types import EngineState, Role, StepRecord
 
 DUTY_S = 3.0  # time constant of the share of time that prompts take from decoding
 LATE_S = 45.0  # time constant of how often steps were longer than decoding requests like
@@ -19,11 +22,16 @@ UNKNOWN_STEP_TOKENS = 2048
 STUCK_STEPS = 4.0  # a decoding worker that is silent for so many of its steps is slow, and the slower the longer it is silent
 STUCK_MIN_S = 0.5
 FRESH_S = 0.05  # what depends on time alone may be so old
+SKETCH_S = 0.5
 MOST_PASSING_STEPS = 3  # of a prompt that passes a long one
 IDLE_HALF_LIFE_S = 3.0  # of the difference between an idle worker's learned speed and its pool's
 # A difference in speed to its pool that may be noise, as a logarithm; and what the first step adds to it, the n-th one 1/n of that.
 NOISE = 0.1
 EARLY_NOISE = 4.0
+
+
+# What has happened since an outline was drawn: nothing, a report of the worker (or of its pool), or something that it was given.
+_FRESH, _REPORTED, _TOUCHED = 0, 1, 2
 
 
 @dataclass(slots=True)
@@ -56,36 +64,16 @@ class Accounts:
         return not any(requests) and not any(room) and not self.groups
 
 
-@dataclass(slots=True, eq=False)  # not frozen: several are made per decision
-class Outline:
-    """What follows from a worker's accounts and speed, as of an instant; made anew when either changes, or has become old.
+class Typical(NamedTuple):
+    """What a typical worker of a pool costs, the same as one number (step_fit.pace_s), and what it adds to first tokens."""
 
-    `overhead_s`: what a first token takes beyond the steps. `decodes`, with contexts of `context_tokens` in all: what decodes there now;
-    `step_s`: a step of those (of an empty worker: of the first request to come). `gap_s`: seconds per token once those that are coming
-    are there too, prompts there lately included. `chunk_tokens`: prompt tokens that a step takes beside the decodes. `whole_step_s`: a
-    step as full of prompts as it gets while nobody decodes, `mixed_s`: one beside the decodes. `feed_s`: the work that makes a step worth
-    its weight reads: so much stands ready. `duty`: share of its time that prompts lately took from decoding, 0 to 0.95; `late_per_s`:
-    steps too long for decoding, per second, each counted by how much too long it was.
-    """
-
-    at_s: float
     cost: StepCost
+    pace_s: float
     overhead_s: float
-    decodes: int
-    context_tokens: float
-    step_s: float
-    gap_s: float
-    chunk_tokens: int
-    whole_step_s: float
-    mixed_s: float
-    feed_s: float
-    duty: float
-    late_per_s: float
-    free_kv_tokens: int
 
 
 class WorkerBook:
-    """One life of one worker."""
+    """One life of one worker. `takes_answers`: it may decode what a prompt began, here or elsewhere."""
 
     def __init__(self, name: str, role: Role, host_id: str, state: EngineState, prior: StepCost, now_s: float) -> None:
         self.name = name
@@ -94,10 +82,10 @@ class WorkerBook:
         self.state = state
         self.is_live = True
         self.fit = StepFit(prior)
-        self.typical: StepCost | None = None  # of a typical worker of the pool; None when it is alone there
-        self._believed = prior
+        self.takes_answers = True
+        self.typical: Typical | None = None  # of its pool; None when it is alone there
+        self._believed: StepCost | None = prior  # None: to be worked out
         self._is_slow = False  # slower than its pool
-        self._typical_overhead_s = 0.0
         self.accounts = Accounts()
         self.prefilling: dict[int, float] = {}  # predicted seconds of the prompts given and not answered yet, by key, in order
         self.busy_until_s = now_s
@@ -115,8 +103,9 @@ class WorkerBook:
         self._duty = 0.0
         self._late_per_s = 0.0
         self._learned_s = now_s
-        self._outline: Outline | None = None
         self.prompt_rate: tuple[Outline, StepCost, float] | None = None  # kept by policy/outlook.py: of which outline, against what
+        self._outline = self._draw(now_s)
+        self._age = _TOUCHED
 
     # ---- what it reports
 
@@ -125,7 +114,7 @@ class WorkerBook:
         self.state = state
         ours = self.accounts.prefills + self.accounts.decodes
         self._foreign = max(0, state.running_requests + state.waiting_requests - ours)
-        self._outline = None
+        self._age = self._age or _REPORTED
         steps = [step for step in state.steps if step.number > self._last_step]
         if not steps:
             return
@@ -133,54 +122,71 @@ class WorkerBook:
         self.heard_s = now_s
         for step in steps:
             self.fit.add(step, now_s)
-        self._believe()
+        self._believed = None
+        if self.takes_answers:
+            self._learn_disturbance(steps, now_s, tpot_s)
+
+    def _learn_disturbance(self, steps: Sequence[StepRecord], now_s: float, tpot_s: float) -> None:
+        """What prompts take from those who decode here, and how often steps are too long for them."""
         lost_s, late = 0.0, 0.0
-        cost = self.fit.cost
         for step in steps:
             if step.prefill_tokens:
-                lost_s += max(0.0, step.seconds - cost.step_s(0, 0, max(1, step.decode_requests), step.context_tokens))
+                lost_s += max(0.0, step.seconds - self.fit.cost.step_s(0, 0, max(1, step.decode_requests), step.context_tokens))
                 # As long as such a step is believed to be: a hiccup of the machine says nothing of those to come.
-                likely_s = self._believed.step_s(step.prefill_tokens, step.prefill_pairs, step.decode_requests, step.context_tokens)
+                likely_s = self._belief().step_s(step.prefill_tokens, step.prefill_pairs, step.decode_requests, step.context_tokens)
                 late += max(0.0, min(step.seconds, likely_s) / tpot_s - 1.0)
         passed_s = max(0.0, now_s - self._learned_s)
         self._learned_s = now_s
-        self._duty = min(0.95, self._duty * math.exp(-passed_s / DUTY_S) + lost_s / DUTY_S)
-        self._late_per_s = self._late_per_s * math.exp(-passed_s / LATE_S) + late / LATE_S
+        if self._duty or lost_s:
+            self._duty = min(0.95, self._duty * math.exp(-passed_s / DUTY_S) + lost_s / DUTY_S)
+        if self._late_per_s or late:
+            self._late_per_s = self._late_per_s * math.exp(-passed_s / LATE_S) + late / LATE_S
 
     def touch(self) -> None:
-        """Something changed."""
-        self._outline = None
+        """What it has been given changed."""
+        self._age = _TOUCHED
 
-    def compare(self, typical: StepCost | None, overhead_s: float = 0.0) -> None:
-        """Take in what a typical worker of its pool costs, and adds to first tokens; None when there is no other to compare it with."""
+    def compare(self, typical: Typical | None) -> None:
+        """Take in what a typical worker of its pool is like; None when there is no other to compare it with."""
         self.typical = typical
-        self._typical_overhead_s = overhead_s
-        self._believe()
-        self._outline = None
+        self._believed = None
+        self._age = self._age or _REPORTED
 
-    def _believe(self) -> None:
+    def _belief(self) -> StepCost:
         """How much of the difference to its pool is the worker's own: little of what may be noise, and of what the first steps say."""
+        if self._believed is not None:
+            return self._believed
         own, typical, steps = self.fit.cost, self.typical, self.fit.num_steps
         self._is_slow = False
         if typical is None:
             self._believed = own
         elif not steps:
-            self._believed = typical
+            self._believed = typical.cost
         else:
-            own_s, typical_s = pace_s(own), pace_s(typical)
+            own_s, typical_s = self.fit.pace_s, typical.pace_s
             far = abs(math.log(own_s / typical_s)) if own_s > 0 and typical_s > 0 else math.inf
             noise = NOISE + EARLY_NOISE / steps
             self._is_slow = far > noise and own_s > typical_s
-            self._believed = typical if far <= noise else typical.blended(own, 1.0 - (noise / far) ** 2)
+            self._believed = typical.cost if far <= noise else typical.cost.blended(own, 1.0 - (noise / far) ** 2)
+        return self._believed
 
     # ---- what follows
 
     def outline(self, now_s: float) -> Outline:
         """This worker as of now, or a moment ago."""
-        found = self._outline
-        if found is None or now_s - found.at_s > FRESH_S:
-            found = self._outline = self._draw(now_s)
-        return found
+        if self._age or now_s - self._outline.at_s > FRESH_S:
+            self._outline = self._draw(now_s)
+            self._age = _FRESH
+        return self._outline
+
+    def sketch(self, now_s: float) -> Outline:
+        """The same with what it was given until now, while what it reported, and what time changes, may be SKETCH_S old.
+
+        To choose among many whom to look at: what they report changes all of them a little, all the time.
+        """
+        if self._age == _TOUCHED or now_s - self._outline.at_s > SKETCH_S:
+            return self.outline(now_s)
+        return self._outline
 
     def _draw(self, now_s: float) -> Outline:
         a = self.accounts
@@ -189,42 +195,34 @@ class WorkerBook:
         context = a.context_tokens * (decodes / a.decodes) if a.decodes else 0.0
         step_s = cost.step_s(0, 0, decodes or 1, context)
         gap_s = cost.step_s(0, 0, decodes + a.coming, context + a.coming_tokens) if a.coming and decodes + a.coming > 1 else step_s
-        since_s = max(0.0, now_s - self._learned_s)
-        duty = self._duty * math.exp(-since_s / DUTY_S) if self._duty else 0.0
-        most = limit = self.state.max_step_tokens or UNKNOWN_STEP_TOKENS
-        if decodes and self.state.mixed_step_tokens:
-            limit = min(limit, self.state.mixed_step_tokens)
+        state = self.state
+        most = limit = state.max_step_tokens or UNKNOWN_STEP_TOKENS
+        if decodes and 0 < state.mixed_step_tokens < limit:
+            limit = state.mixed_step_tokens
         chunk = max(min(limit - self.pass_tokens, limit - decodes), limit // 4, 1)
-        mixed_s = cost.prefill_s(chunk, 0, chunk, decodes, context)
-        worth = min(chunk, 2 * cost.ridge_tokens)
-        return Outline(
-            at_s=now_s,
-            cost=cost,
-            overhead_s=overhead_s,
-            decodes=decodes,
-            context_tokens=context,
-            step_s=step_s,
-            mixed_s=mixed_s,
-            gap_s=max(gap_s, min(mixed_s, gap_s / (1.0 - duty)), self._silence_s(now_s, step_s)),
-            chunk_tokens=chunk,
-            whole_step_s=cost.step_s(most, most * most / 2, 0, 0),
-            feed_s=cost.step_s(worth, 0, decodes, context) if worth else 0.0,
-            duty=duty,
-            late_per_s=self._late_per_s * math.exp(-since_s / LATE_S) if self._late_per_s else 0.0,
-            free_kv_tokens=min(self.state.total_kv_tokens - a.kv_tokens, self.state.free_kv_tokens - a.unseen_kv_tokens),
-        )
+        room = state.total_kv_tokens - a.kv_tokens
+        unseen = state.free_kv_tokens - a.unseen_kv_tokens
+        o = Outline(now_s, cost, overhead_s, decodes, context, step_s, chunk, most, room if room < unseen else unseen)
+        since_s = max(0.0, now_s - self._learned_s)
+        if self._duty:
+            o.duty = self._duty * math.exp(-since_s / DUTY_S)
+            gap_s = max(gap_s, min(o.mixed_s, gap_s / (1.0 - o.duty)))
+        if self._late_per_s:
+            o.late_per_s = self._late_per_s * math.exp(-since_s / LATE_S)
+        o.gap_s = max(gap_s, self._silence_s(now_s, step_s)) if a.decodes else gap_s
+        return o
 
     def _as_of(self, now_s: float) -> tuple[StepCost, float]:
         """Step costs and overhead as believed; those of a slow worker that idles drawn towards its pool's: it may have recovered."""
-        cost, overhead_s = self._believed, self.overhead_s
+        cost, overhead_s, typical = self._belief(), self.overhead_s, self.typical
         idle_s = now_s - self.fit.last_s
-        if self.typical is None or idle_s <= 1.0:
+        if typical is None or idle_s <= 1.0:
             return cost, overhead_s
         keep = 2.0 ** (-idle_s / IDLE_HALF_LIFE_S)
         if self._is_slow:
-            cost = cost.blended(self.typical, 1.0 - keep)
-        if overhead_s > self._typical_overhead_s:
-            overhead_s = self._typical_overhead_s + keep * (overhead_s - self._typical_overhead_s)
+            cost = cost.blended(typical.cost, 1.0 - keep)
+        if overhead_s > typical.overhead_s:
+            overhead_s = typical.overhead_s + keep * (overhead_s - typical.overhead_s)
         return cost, overhead_s
 
     def _silence_s(self, now_s: float, step_s: float) -> float:
@@ -275,8 +273,13 @@ class WorkerBook:
         """
         return busy_s if not self.pass_tokens else min(busy_s, o.mixed_s if o.decodes else o.whole_step_s)
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is computed here, of ours or of others."""
+        return not (self.prefilling or self.accounts.decodes or self._foreign)
+
     def wait_s(self, now_s: float, o: Outline) -> float:
-        """Until a further prompt would start here. `o`: its outline now.
+        """Until a further prompt would start here. `o`: its outline.
 
         A worker that is overdue is expected to take as long again: one that has stopped looks worse by the second.
         """
@@ -341,8 +344,3 @@ class WorkerBook:
         if not self.prefilling or (self.tail_steps <= 1 and len(self.prefilling) == 1):
             return 0
         return self.tail_room
-
-
-def pace_s(cost: StepCost) -> float:
-    """Seconds of a reference step: the one number by which workers are compared."""
-    return cost.step_s(256, 256 * 512, 16, 16 * 1024)

@@ -1,0 +1,127 @@
+"""The live workers: who may take which part of a request, in order of use, and what is typical of each pool. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from disagg.policy.prefix_index import PrefixIndex
+from disagg.policy.router import Pair
+from disagg.policy.standing import Standing
+from disagg.policy.step_cost import GENERIC, StepCost
+from disagg.policy.view import missing_role
+from disagg.policy.worker_book import Typical, WorkerBook
+from disagg.types import EngineState, Mode, Role
+
+REFRESH_S = 1.0  # how often workers are compared with their pool
+LATELY_S = 3.0  # a worker whose last step is older does not count in that
+EARLY_STEPS = 32  # of a worker; until then it is compared whenever it has twice as many
+
+
+class Members:
+    """Owner of the workers' books. `sources`, `sinks`: those that may take a first leg, and a second one; the least recently used first.
+
+    `missing_role`: a role that the mode needs and that no live worker has. `typical`: cost of a typical source, by which the queue counts.
+    `may_pass`: somewhere short prompts pass long ones. `cache_block_tokens`: of the workers; 0: none of them tells what it caches.
+    """
+
+    def __init__(self, mode: Mode, priors: Mapping[Role, StepCost], pass_tokens: Mapping[Role, int], tpot_s: float) -> None:
+        """`tpot_s`: the tightest that decoding requests ask for."""
+        self.books: dict[str, WorkerBook] = {}
+        self.sources: list[WorkerBook] = []
+        self.sinks: list[WorkerBook] = []
+        self.prefixes = PrefixIndex()
+        self.cache_block_tokens = 0
+        self.missing_role = missing_role(mode, set())
+        self.may_pass = False
+        self.typical = next(iter(priors.values()), GENERIC)
+        self._mode = mode
+        self._priors = priors
+        self._pass_tokens = pass_tokens
+        self._tpot_s = tpot_s
+        self._refreshed_s = 0.0
+        self._stood: Standing | None = None
+
+    def join(self, name: str, role: Role, host_id: str, state: EngineState, now_s: float) -> None:
+        """A worker came up. One of that name that is known already is replaced."""
+        self.leave(name)
+        self.books[name] = WorkerBook(name, role, host_id, state, self._priors.get(role, GENERIC), now_s)
+        self.books[name].pass_tokens = self._pass_tokens.get(role, 0)
+        if size := state.cache_block_tokens:
+            self.cache_block_tokens = size
+            self.prefixes.join(name, state.total_kv_tokens // size)
+            self.prefixes.update(name, state.cache_changes)
+        self._changed()
+
+    def leave(self, name: str) -> None:
+        """A worker is gone. Unknown is fine."""
+        book = self.books.pop(name, None)
+        if book is not None:
+            book.is_live = False
+            self.prefixes.leave(name)
+            self._changed()
+
+    def report(self, name: str, state: EngineState, now_s: float) -> None:
+        """A worker's latest state. Unknown is fine."""
+        book = self.books.get(name)
+        if book is not None:
+            before = book.fit.num_steps
+            book.report(state, now_s, self._tpot_s)
+            if before < EARLY_STEPS and before.bit_length() < book.fit.num_steps.bit_length():
+                self._refreshed_s = -math.inf  # the first steps say most
+            if state.cache_changes:
+                self.prefixes.update(name, state.cache_changes)
+
+    def _changed(self) -> None:
+        books = sorted(self.books.values(), key=lambda w: w.last_used_s)
+        self.missing_role = missing_role(self._mode, {w.role for w in books})
+        self.may_pass = any(w.pass_tokens for w in books)
+        is_apart = self._mode is Mode.DISAGG
+        self.sources = [w for w in books if w.role is Role.PREFILL] if is_apart else list(books)
+        self.sinks = [w for w in books if w.role is Role.DECODE] if is_apart else list(books)
+        for book in books:
+            book.takes_answers = not is_apart or book.role is Role.DECODE
+        self._stood = None
+
+    def used(self, pair: Pair) -> None:
+        """The pair's workers go to the end of the lists."""
+        self._stood = None
+        for books, w in ((self.sources, pair.first.worker), (self.sinks, pair.second.worker)):
+            books.remove(w)
+            books.append(w)
+
+    def standing(self, now_s: float) -> Standing:
+        """How the workers stand now; the same until something is granted, or another instant begins."""
+        if self._stood is None or self._stood.now_s != now_s:
+            self._stood = Standing(self.sources, self.sinks, now_s)
+        return self._stood
+
+    def look_anew(self, now_s: float) -> None:
+        """Something may have happened since the last decision, perhaps at the same instant; once a second, pools are compared."""
+        self._stood = None
+        if now_s - self._refreshed_s > REFRESH_S:
+            self._refresh(now_s)
+
+    def _refresh(self, now_s: float) -> None:
+        """What the typical worker of each role is, by which the learned speeds of the others are judged."""
+        self._refreshed_s = now_s
+        if sources := self.sources:
+            self.typical = _median(sources).fit.cost
+        for role in Role:
+            if books := [w for w in self.books.values() if w.role is role]:
+                # What idle workers last learned may be old: how fast the pool is now, those tell that have work.
+                lately = [w for w in books if now_s - w.fit.last_s <= LATELY_S] or books
+                typical = None
+                if len(books) > 1:
+                    fit = _median(lately).fit
+                    typical = Typical(fit.cost, fit.pace_s, statistics.median_low([w.overhead_s for w in lately]))
+                for book in books:
+                    book.compare(typical)
+
+
+def _median(books: Sequence[WorkerBook]) -> WorkerBook:
+    """The worker of median speed, among those of which much is known; of an even number the faster of the two in the middle."""
+    least = min(EARLY_STEPS, max([w.fit.num_steps for w in books])) // 2
+    books = [w for w in books if w.fit.num_steps >= least]
+    return sorted(books, key=lambda w: w.fit.pace_s)[(len(books) - 1) // 2]
