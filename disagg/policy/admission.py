@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from disagg.errors import InvalidRequestError
 from disagg.policy.decision import Candidate
@@ -31,39 +32,46 @@ class WhyNot:
     candidates: tuple[Candidate, ...] = ()
 
 
-def check_fits(request: Request, mode: Mode, model: ModelInfo, sources: Sequence[WorkerBook], sinks: Sequence[WorkerBook]) -> None:
+class Largest(NamedTuple):
+    """Of the live workers: the KV cache of those that may decode, in tokens, and either box, in bytes. 0: no worker, or not told."""
+
+    kv_tokens: int
+    outbox_bytes: int
+    inbox_bytes: int
+
+    @classmethod
+    def of(cls, sources: Sequence[WorkerBook], sinks: Sequence[WorkerBook]) -> Largest:
+        """Of workers that may take a first leg, and a second one."""
+        return cls(
+            max([w.state.total_kv_tokens for w in sinks], default=0),
+            max([w.state.outbox_total_bytes for w in sources], default=0),
+            max([w.state.inbox_total_bytes for w in sinks], default=0),
+        )
+
+
+def check_fits(request: Request, mode: Mode, model: ModelInfo, largest: Largest) -> None:
     """Raise InvalidRequestError when no live worker could hold the request even if it were alone there.
 
     Nothing is said of a pool without live workers.
     """
     context = request.num_context_tokens
     whole = context + max(0, request.remaining_tokens)
-    largest = max((w.state.total_kv_tokens for w in sinks), default=0)
-    if largest and context > largest:
-        expected = f"at most {largest} tokens, the largest KV cache of a worker"
+    most = largest.kv_tokens
+    if most and context > most:
+        expected = f"at most {most} tokens, the largest KV cache of a worker"
         raise InvalidRequestError(field="prompt", value=f"{context} tokens", expected=expected)
-    if largest and whole > largest:
+    if most and whole > most:
         raise InvalidRequestError(
             field="max_tokens",
             value=request.sampling.max_tokens,
-            expected=f"at most {largest - request.num_prompt_tokens} with this prompt (the largest KV cache of a worker: {largest} tokens)",
+            expected=f"at most {most - request.num_prompt_tokens} with this prompt (the largest KV cache of a worker: {most} tokens)",
         )
     if request.remaining_tokens > 1 and mode is Mode.DISAGG:
-        _check_boxes(context, model.kv_bytes_per_token, sources, sinks)
-
-
-def _check_boxes(context: int, per_token: int, sources: Sequence[WorkerBook], sinks: Sequence[WorkerBook]) -> None:
-    for box, sizes in (
-        ("outbox", [w.state.outbox_total_bytes for w in sources]),
-        ("inbox", [w.state.inbox_total_bytes for w in sinks]),
-    ):
-        largest = max(sizes, default=0)
-        if largest and context * per_token > largest:
-            raise InvalidRequestError(
-                field="prompt",
-                value=f"{context} tokens",
-                expected=f"at most {largest // per_token} tokens: the largest {box} of a worker holds {largest} bytes (kv.{box}_gib)",
-            )
+        per_token = model.kv_bytes_per_token
+        for box, size in (("outbox", largest.outbox_bytes), ("inbox", largest.inbox_bytes)):
+            if size and context * per_token > size:
+                expected = f"at most {size // per_token} tokens: the largest {box} of a worker holds {size} bytes (kv.{box}_gib)"
+                raise InvalidRequestError(field="prompt", value=f"{context} tokens", expected=expected)
 
 
 def foreseen(pair: Pair, ask: Ask, ahead: Outlook) -> Candidate:

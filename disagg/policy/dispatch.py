@@ -114,7 +114,7 @@ class Dispatcher:
         `prefix`: identities of its context's full blocks, where they do not follow from its tokens (traces know identities only).
         Raises InvalidRequestError when no live worker could ever hold it.
         """
-        check_fits(request, self.mode, self.model, self._members.sources, self._members.sinks)
+        check_fits(request, self.mode, self.model, self._members.largest)
         targets = self._targets.get(request.slo_class) or Targets.none(request.slo_class)
         lengths = self._lengths(request.slo_class)
         if prefix is None or not self._members.cache_block_tokens:

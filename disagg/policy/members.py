@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from disagg.policy.admission import Largest
 from disagg.policy.prefix_index import PrefixIndex
 from disagg.policy.router import Pair
 from disagg.policy.standing import Standing
@@ -42,6 +43,7 @@ class Members:
         self._tpot_s = tpot_s
         self._refreshed_s = 0.0
         self._stood: Standing | None = None
+        self._largest: Largest | None = None
 
     def join(self, name: str, role: Role, host_id: str, state: EngineState, now_s: float) -> None:
         """A worker came up. One of that name that is known already is replaced."""
@@ -66,8 +68,10 @@ class Members:
         """A worker's latest state. Unknown is fine."""
         book = self.books.get(name)
         if book is not None:
-            before = book.fit.num_steps
+            before, sizes = book.fit.num_steps, _sizes(book.state)
             book.report(state, now_s, self._tpot_s)
+            if _sizes(state) != sizes:
+                self._largest = None
             if before < EARLY_STEPS and before.bit_length() < book.fit.num_steps.bit_length():
                 self._refreshed_s = -math.inf  # the first steps say most
             if state.cache_changes:
@@ -82,7 +86,14 @@ class Members:
         self.sinks = [w for w in books if w.role is Role.DECODE] if is_apart else list(books)
         for book in books:
             book.takes_answers = not is_apart or book.role is Role.DECODE
-        self._stood = None
+        self._stood = self._largest = None
+
+    @property
+    def largest(self) -> Largest:
+        """What no request may exceed."""
+        if self._largest is None:
+            self._largest = Largest.of(self.sources, self.sinks)
+        return self._largest
 
     def used(self, pair: Pair) -> None:
         """The pair's workers go to the end of the lists."""
@@ -118,6 +129,10 @@ class Members:
                     typical = Typical(fit.cost, fit.pace_s, statistics.median_low([w.overhead_s for w in lately]))
                 for book in books:
                     book.compare(typical)
+
+
+def _sizes(state: EngineState) -> tuple[int, int, int]:
+    return state.total_kv_tokens, state.outbox_total_bytes, state.inbox_total_bytes
 
 
 def _median(books: Sequence[WorkerBook]) -> WorkerBook:

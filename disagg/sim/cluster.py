@@ -50,7 +50,6 @@ class _Open:
 
     outcome: Outcome
     attempt: Attempt | None = None
-    deadline: Appointment | None = None
 
 
 class Simulation:
@@ -84,6 +83,7 @@ class Simulation:
         self._default_class = topology.slo_classes[0]
         self._dispatcher = dispatcher or make_dispatcher(topology, self._model)
         self._open: dict[int, _Open] = {}
+        self._deadlines: deque[tuple[float, int]] = deque()  # the first of them has an appointment
         self._num_waiting = 0  # of them, without a route
         self._outcomes: list[Outcome] = []
         self._events: list[tuple[float, str, int, str]] | None = [] if keep_events else None
@@ -171,8 +171,10 @@ class Simulation:
             self._finish(outcome, "rejected", "InvalidRequestError", error.message)
             return
         entry = _Open(outcome)
-        entry.deadline = self._agenda.at(outcome.sent_s + self.settings.timeout_s, lambda: self._deadline(key))
         self._open[key] = entry
+        self._deadlines.append((outcome.sent_s + self.settings.timeout_s, key))
+        if len(self._deadlines) == 1:
+            self._plan_deadline()
         self._num_waiting += 1
         if self.fleet is not None:
             self.fleet.arrived(outcome.request)
@@ -196,8 +198,17 @@ class Simulation:
         room = self._model.max_model_len - request.input_tokens
         return Sampling(max_tokens=max(request.output_tokens, min(most, room)))
 
-    def _deadline(self, key: int) -> None:
+    def _plan_deadline(self) -> None:
+        """The next one of a request that is still open: they come in the order of arrival, and nearly all of them for nothing."""
+        while self._deadlines and self._deadlines[0][1] not in self._open:
+            self._deadlines.popleft()
+        if self._deadlines:
+            self._agenda.at(self._deadlines[0][0], self._deadline)
+
+    def _deadline(self) -> None:
+        _, key = self._deadlines.popleft()
         entry = self._open.pop(key, None)
+        self._plan_deadline()
         if entry is None:
             return
         if entry.attempt is None:
@@ -264,8 +275,6 @@ class Simulation:
         self._num_waiting -= 1
         error = "NoWorkerError" if refusal.no_worker else "RejectedError"
         self._finish(entry.outcome, "rejected", error, refusal.reason)
-        if entry.deadline is not None:
-            entry.deadline.cancel()
 
     def _granted(self, grant: Grant) -> None:
         entry = self._open[grant.key]
@@ -318,9 +327,7 @@ class Simulation:
 
     def ended(self, attempt: Attempt) -> None:
         outcome = attempt.outcome
-        entry = self._open.pop(attempt.key)
-        if entry.deadline is not None:
-            entry.deadline.cancel()
+        self._open.pop(attempt.key)
         outcome.output_tokens = outcome.request.output_tokens
         outcome.last_token_s = self._agenda.now_s + self.settings.network_s
         outcome.way_back_s = 2 * self.settings.network_s

@@ -77,17 +77,26 @@ class Leg(ScheduledSequence):
 
 @dataclass(slots=True)
 class _Run:
-    """`steps` decode steps from `start_s` on; step i (from 0) takes `first_s + i * growth_s`."""
+    """`steps` decode steps of `batch` legs from `start_s` on; step i (from 0) takes `first_s + i * growth_s`.
+
+    `context`: tokens that the first of them reads.
+    """
 
     start_s: float
     first_s: float
     growth_s: float
     steps: int
+    batch: int
+    context: int
     end: Appointment
 
     def end_s(self, steps: int) -> float:
         """When the first `steps` steps are over."""
         return self.start_s + steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
+
+    def record(self, i: int, number: int) -> StepRecord:
+        """Of step i, which has `number` in its engine."""
+        return StepRecord(number, self.first_s + i * self.growth_s, 0, 0.0, self.batch, self.context + i * self.batch)
 
     def steps_done(self, at_s: float) -> int:
         """Whole steps that are over at `at_s`."""
@@ -181,8 +190,12 @@ class SimEngine:
         scheduler = self.scheduler
         queued = sum([max(0, s.num_tokens - s.num_ready) for s in scheduler.waiting]) if scheduler.waiting else 0
         running = taken = 0
+        steps = self._steps_after(told_steps) if self.num_steps > told_steps else ()
         if self._run is not None:  # nobody's prompt is under way
-            taken = self._blocks_of_run()
+            done = self._run.steps_done(self._agenda.now_s)
+            taken = self._blocks_of_run(min(self._run.steps, done + 1))
+            if self.num_steps + done > told_steps and done:  # the run's latest step says what the others would
+                steps += (self._run.record(done - 1, self.num_steps + done),)
         elif scheduler.running:
             running = sum([left for s in scheduler.running if (left := s.num_tokens - s.num_computed) > 1])
         return EngineState(
@@ -201,7 +214,7 @@ class SimEngine:
             max_step_tokens=scheduler.max_num_batched_tokens,
             max_running_requests=scheduler.max_num_seqs,
             mixed_step_tokens=scheduler.mixed_step_tokens,
-            steps=self._steps_after(told_steps) if self.num_steps > told_steps else (),
+            steps=steps,
             cache_block_tokens=self.prefixes.unit_blocks * scheduler.block_tokens if self.prefixes is not None else 0,
             cache_changes=self._changes(told_changes),
         )
@@ -325,7 +338,7 @@ class SimEngine:
         first_s = self._model.decode_step_s(batch, context) * self._time_factor
         growth_s = self._model.decode_step_s(batch, context + batch) * self._time_factor - first_s
         now_s = self._agenda.now_s
-        run = _Run(now_s, first_s, growth_s, steps, Appointment(0.0, None))
+        run = _Run(now_s, first_s, growth_s, steps, batch, context, Appointment(0.0, None))
         run.end = self._agenda.at(run.end_s(steps), self._end_run)
         self._run = run
 
@@ -368,6 +381,8 @@ class SimEngine:
         if leaving is None:
             self._run = None
             return [leg for leg in self.scheduler.running if isinstance(leg, Leg) and leg.remaining == 0]
+        run.context += steps * run.batch - (leaving.num_computed + 1)
+        run.batch -= 1
         run.start_s, run.first_s, run.steps = run.end_s(steps), run.first_s + steps * run.growth_s, run.steps - steps
         return []
 
@@ -380,18 +395,12 @@ class SimEngine:
         self._begin()
 
     def _record_run(self, run: _Run, steps: int) -> None:
-        """Records of the run's last steps; the scheduler has not advanced yet."""
-        running = self.scheduler.running
-        batch, context = len(running), sum([s.num_computed for s in running]) + len(running)
-        self.decode_tokens += steps * batch
+        """Records of the last of the run's first `steps` steps."""
+        self.decode_tokens += steps * run.batch
         behind = self.num_steps - steps
-        for i in range(max(0, steps - _RECORDS_OF_RUN), steps):
-            seconds = run.first_s + i * run.growth_s
-            self.recent.append(StepRecord(behind + i + 1, seconds, 0, 0.0, batch, context + i * batch))
+        self.recent.extend([run.record(i, behind + i + 1) for i in range(max(0, steps - _RECORDS_OF_RUN), steps)])
 
-    def _blocks_of_run(self) -> int:
-        """Blocks that the run's steps have taken so far, the one under way included."""
-        assert self._run is not None
-        steps = min(self._run.steps, self._run.steps_done(self._agenda.now_s) + 1)
+    def _blocks_of_run(self, steps: int) -> int:
+        """Blocks that the run's first `steps` steps take."""
         size = self.scheduler.block_tokens
         return sum([-(-(s.num_computed + steps) // size) - s.num_blocks for s in self.scheduler.running])

@@ -92,18 +92,20 @@ class SimWorker:
 
     def report(self) -> EngineState:
         """What the live worker would report now; of its steps those that the gateway has not heard of."""
-        told, self._told_steps = self._told_steps, self.engine.num_steps
         told_changes = self._told_changes
         if self.engine.prefixes is not None:
             self._told_changes = self.engine.prefixes.num_changes
         self._was_idle = self.engine.is_idle
-        return self.engine.state(
+        state = self.engine.state(
             self.name,
-            told,
+            self._told_steps,
             told_changes,
             (self.outbox.free_bytes, self.outbox.total_bytes),
             (self.inbox.free_bytes, self.inbox.total_bytes),
         )
+        if state.steps:
+            self._told_steps = state.steps[-1].number
+        return state
 
     def assert_empty(self) -> None:
         """No leg is left, and both boxes are free."""

@@ -171,3 +171,12 @@ def test_bad_input_is_named(build: Any, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build()
     assert caught.value.key == key
+
+
+def test_a_worker_that_decodes_undisturbed_is_not_believed_to_be_stuck() -> None:
+    """Its steps are one appointment of many seconds; what it reports meanwhile tells of them all the same."""
+    topology = sim_topology("disagg")
+    chat = topology.slo_classes[0].model_copy(update={"name": "chat", "ttft_ms": 500.0, "tpot_ms": 50.0, "if_missed": "reject"})
+    topology = topology.model_copy(update={"slo_classes": (chat,)})
+    report = Simulation(topology, [TraceRequest(1.9 * i, 1000, 300) for i in range(12)], SimSettings()).run()
+    assert {o.status for o in report.outcomes} == {"completed"}
