@@ -46,6 +46,7 @@ MIN_TAUGHT_WAIT_S = 0.02
 MANY_WAITING = 32  # for one that comes behind so many, a FEW workers are weighed: how they stand now says little of its turn
 FEW = 3
 WAIT_LEARNING_RATE = 0.03
+_NOTHING = Decisions()
 
 
 class Dispatcher:
@@ -158,12 +159,14 @@ class Dispatcher:
     def decide(self, now_s: float) -> Decisions:
         """Grants and refusals as of now. Call it after each event, and at `wake_at_s`."""
         self._members.look_anew(now_s)
+        if not len(self._waiting):
+            return _NOTHING
         over = "the deadline passed while it waited"
         refusals = [self._refuse(w, now_s, over, self._retry_s(w, now_s)) for w in self._waiting.expired(now_s)]
         grants: list[Grant] = []
         if (missing := self.missing_role) is not None:
             refusals += self._starved(missing, now_s)
-        elif len(self._waiting):
+        else:
             self._starved_since_s = None
             refusals += self._admit(now_s)
             grants, hopeless = self._grant(now_s)

@@ -57,8 +57,12 @@ def late_regret(tpot_s: float, delay_s: float, spread: Spread, target_s: float) 
     The mean length would hide it: among answers of some hundred tokens, a second is lost on those that have ten.
     """
     delayed = 0.0
-    for tokens, share in spread:
-        delayed += share * regret((tpot_s + delay_s / tokens) / target_s)
+    for tokens, likely in spread:  # regret() written out: this is where a decision spends its time
+        share = (tpot_s + delay_s / tokens) / target_s
+        bad = EASE * share
+        if share > KNEE:
+            bad += STEEP * ((share if share < MISSED else MISSED) - KNEE) ** 2
+        delayed += likely * bad
     return delayed - regret(tpot_s / target_s)
 
 

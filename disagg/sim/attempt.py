@@ -7,6 +7,7 @@ disaggregated   outbox room ─> prefill leg ─> first token ──────
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from disagg.sim.agenda import Agenda
@@ -89,9 +90,8 @@ class Attempt:
         self._is_over = True
         self._later(self._free)
 
-    def _later(self, action: object) -> None:
-        assert callable(action)
-        self._agenda.after(self._network_s, action)
+    def _later(self, action: Callable[[], None]) -> None:
+        self._agenda.call_after(self._network_s, action)
 
     def _free(self) -> None:
         for worker, leg in ((self.source, self._prefill_leg), (self.sink, self._decode_leg)):

@@ -157,7 +157,7 @@ class Simulation:
         outcome = Outcome(index, request, slo_class, self._agenda.now_s)
         self._outcomes.append(outcome)
         self._count(+1)
-        self._agenda.after(self.settings.network_s, lambda: self._received(outcome))
+        self._agenda.call_after(self.settings.network_s, lambda: self._received(outcome))
         self._plan_arrival(index + 1)
 
     def _received(self, outcome: Outcome) -> None:
@@ -227,7 +227,7 @@ class Simulation:
         """Decide at this instant, once, after everything else that happens at it."""
         if not self._is_deciding:
             self._is_deciding = True
-            self._agenda.at(self._agenda.now_s, self._decide)
+            self._agenda.call_after(0.0, self._decide)
 
     def _decide(self) -> None:
         self._is_deciding = False
@@ -258,10 +258,11 @@ class Simulation:
             worker = self._unreported.popleft()
             worker.is_due = False
             self._dispatcher.report(worker.name, worker.report(), now_s)
-        while self._reported and now_s - self._reported[0].reported_s >= self.settings.report_interval_s:
-            worker = self._reported.popleft()
+        reported, due_s = self._reported, now_s - self.settings.report_interval_s
+        while reported[0].reported_s <= due_s:
+            worker = reported[0]
             worker.reported_s = now_s
-            self._reported.append(worker)
+            reported.rotate(-1)
             if worker.has_news:
                 self._dispatcher.report(worker.name, worker.report(), now_s)
         if now_s - self._progress_s >= _PROGRESS_S:
@@ -354,7 +355,7 @@ class Simulation:
         outcome.error, outcome.message = error, message
         outcome.end_s = self._agenda.now_s + self.settings.network_s
         self._note(status, outcome)
-        self._agenda.at(outcome.end_s, lambda: self._count(-1))
+        self._agenda.call_after(self.settings.network_s, lambda: self._count(-1))
 
     def _count(self, change: int) -> None:
         now_s = self._agenda.now_s

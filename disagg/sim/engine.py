@@ -157,7 +157,7 @@ class SimEngine:
         self._cut()
         if not self._is_stepping:
             self._is_stepping = True
-            self._agenda.at(self._agenda.now_s, self._begin)
+            self._agenda.call_after(0.0, self._begin)
 
     def cancel(self, leg: Leg) -> None:
         """Forget a leg; its blocks are free at once, a step under way goes on without it. Idempotent."""
@@ -269,7 +269,7 @@ class SimEngine:
             if leg.num_ready:
                 leg.num_ready = 0
                 leg.owner.loaded(leg)
-        self._agenda.after(seconds, lambda: self._end_step(plan, seconds))
+        self._agenda.call_after(seconds, lambda: self._end_step(plan, seconds))
 
     def _least_remaining(self) -> int:
         """Steps until the first running leg ends; 0 when one of them has no token yet."""

@@ -92,7 +92,7 @@ class Links:
             flow.next = self._agenda.after(left / flow.rate, lambda: self._drained(flow))
         elif flow.is_open and not flow.is_over and flow.total_bytes - flow.moved_bytes <= _DUST_BYTES:
             flow.is_over = True
-            self._agenda.after(self._latency_s, flow.done)
+            self._agenda.call_after(self._latency_s, flow.done)
 
     def _drained(self, flow: Flow) -> None:
         flow.next = None

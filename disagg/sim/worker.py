@@ -33,7 +33,7 @@ class Room:
             if not claim.is_over:
                 self.free_bytes -= num_bytes
                 claim.is_held = True
-                self._agenda.at(self._agenda.now_s, claim.granted)
+                self._agenda.call_after(0.0, claim.granted)
 
 
 class Claim:
