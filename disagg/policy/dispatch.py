@@ -16,27 +16,26 @@ A worker is given its next prompt only when it is about to run dry, so order and
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from disagg.config import AdmissionSettings, SloClass
 from disagg.policy.admission import MIN_RETRY_S, RECORDED_PAIRS, check_fits, foreseen, retry_after, why_not
 from disagg.policy.booking import Booking
-from disagg.policy.decision import Candidate, DecisionRecord, Decisions, Grant, Refusal, Verdict
+from disagg.policy.decision import Candidate, Decisions, Grant, Refusal, Verdict
 from disagg.policy.members import Members
-from disagg.policy.outline import Outline
-from disagg.policy.outlook import SPARE_BELOW, Outlook, outlook
+from disagg.policy.outlook import Outlook, outlook
 from disagg.policy.outputs import OutputLengths
+from disagg.policy.record import describe, record_of
 from disagg.policy.router import Ask, Pair, Router, Shortage, candidate
 from disagg.policy.standing import SHORTLIST
 from disagg.policy.step_cost import StepCost
-from disagg.policy.targets import SOFT_TPOT_S, Targets, slope
+from disagg.policy.targets import SOFT_TPOT_S, Targets
+from disagg.policy.turn import FEED_S, is_any_ready, is_hopeless, is_ready, may_join, queue_price
 from disagg.policy.waiting import Waiter, WaitingQueue
 from disagg.policy.worker_book import WorkerBook
 from disagg.prefix import block_identities, root_identity
 from disagg.types import EngineState, Mode, ModelInfo, Request, Role, Route
 
-FEED_S = 0.025  # a worker gets its next prompt when it has so much left, at the least: a round trip and the way through the gateway
 LOOK_AHEAD = 4  # waiters that are tried although one before them has to wait on
 MIN_NAP_S = 2e-3
 MAX_NAP_S = 0.1  # a worker that is overdue, or a decode side that is full, is looked at again after so long
@@ -274,7 +273,7 @@ class Dispatcher:
         self, waiter: Waiter, now_s: float, reason: str, retry_s: float, candidates: tuple[Candidate, ...] = (), *, no_worker: bool = False
     ) -> Refusal:
         self._waiting.remove(waiter.key)
-        record = self._record(waiter, now_s, Verdict.REJECTED, reason, candidates, retry_s)
+        record = record_of(waiter, len(self._waiting), now_s, Verdict.REJECTED, reason, candidates, retry_s)
         return Refusal(waiter.key, waiter.request, reason, retry_s, record, no_worker)
 
     def _retry_s(self, waiter: Waiter, now_s: float) -> float:
@@ -304,11 +303,11 @@ class Dispatcher:
         spent: set[str] = set()  # workers that somebody waits for already
         held_s: dict[str, float] = {}
         can_pass = self._members.may_pass and any(w.pass_tokens and w.prefilling for w in self._members.sources)
-        is_any_ready = self._is_any_ready(spent, now_s)
-        price = self._queue_price(now_s) if is_any_ready else 0.0
+        has_ready = is_any_ready(self._members.standing(now_s), self._admission, spent)
+        price = queue_price(self._waiting, len(self._members.sources), now_s) if has_ready else 0.0
         blocked = 0
         for waiter in self._candidates(now_s):
-            if blocked >= LOOK_AHEAD or not (is_any_ready or can_pass):
+            if blocked >= LOOK_AHEAD or not (has_ready or can_pass):
                 break
             ask, pairs = self._weighed(waiter, price, held_s, now_s)
             if isinstance(pairs, Shortage):
@@ -316,20 +315,21 @@ class Dispatcher:
                 continue
             pair = pairs[0]
             source = pair.first.worker
-            if not pair.first.passes and (source.name in spent or not self._is_ready(source, pair.first.wait_s, source.outline(now_s))):
+            may_start = source.name not in spent and is_ready(source, self._admission, pair.first.wait_s, source.outline(now_s))
+            if not (may_start or pair.first.passes):
                 held_s[source.name] = held_s.get(source.name, 0.0) + pair.first.prefill_s
                 spent.add(source.name)
-                is_any_ready = self._is_any_ready(spent, now_s)
+                has_ready = is_any_ready(self._members.standing(now_s), self._admission, spent)
                 blocked += 1
-            elif self._is_hopeless(waiter, ask, pair):
+            elif is_hopeless(waiter, self._admission, ask, pair):
                 prediction = candidate(pair, ask, "too late")
                 reason = f"class {ask.targets.name} cannot be met any more: it has waited {ask.waited_s * 1e3:.0f} ms"
                 refusals.append(self._refuse(waiter, now_s, reason, retry_after(pair.first.prefill_s), (prediction,)))
-            elif not self._may_join(waiter, ask, pair, now_s):
+            elif not may_join(waiter, self._admission, ask, pair, now_s):
                 blocked += 1
             else:
                 grants.append(self._book(waiter, ask, pairs, now_s))
-                is_any_ready = self._is_any_ready(spent, now_s)
+                has_ready = is_any_ready(self._members.standing(now_s), self._admission, spent)
         return grants, refusals
 
     def _weighed(self, waiter: Waiter, price: float, held_s: Mapping[str, float], now_s: float) -> tuple[Ask, list[Pair] | Shortage]:
@@ -349,50 +349,6 @@ class Dispatcher:
             yield oldest
         yield from self._waiting.in_order()
 
-    def _is_any_ready(self, spent: Collection[str], now_s: float) -> bool:
-        """Whether a worker is about to run dry, those that are `spent` left out."""
-        standing = self._members.standing(now_s)
-        return any(w.name not in spent and self._is_ready(w, standing.wait_s(w), standing.look(w)) for w in standing.sources)
-
-    def _is_ready(self, source: WorkerBook, wait_s: float, o: Outline) -> bool:
-        """Whether a worker is about to run dry: a wait for the step under way is none."""
-        if not source.prefilling:
-            return True
-        if wait_s > FEED_S and wait_s > o.feed_s:
-            return False
-        return source.accounts.prefills < self._admission.max_prefills_per_worker
-
-    def _queue_price(self, now_s: float) -> float:
-        """Regret per second of a prefill worker's time: what one of those who wait loses by starting so much later."""
-        if len(self._waiting) < 2:
-            return 0.0
-        servers = len(self._members.sources)
-        first = self._waiting.first()
-        waited = (now_s - first.request.arrival_s) / first.targets.ttft_scale_s if first is not None else 0.0
-        share = max(waited, self._waiting.work_s / servers / self._waiting.mean_target_s)
-        return slope(share) / self._waiting.mean_target_s / servers
-
-    def _is_hopeless(self, waiter: Waiter, ask: Ask, pair: Pair) -> bool:
-        """It came in time, but its target cannot be met any more: others can still be."""
-        target_s = ask.targets.ttft_s
-        if target_s is None or not ask.targets.may_reject or waiter.attempt or waiter.is_best_effort or not self._admission.by_slo:
-            return False
-        return ask.waited_s + pair.first.wait_s + pair.first.prefill_s > target_s
-
-    def _may_join(self, waiter: Waiter, ask: Ask, pair: Pair, now_s: float) -> bool:
-        """Whether the decode side can take one more within the targets: its own, and for lower work those of the others."""
-        sink = pair.second.worker
-        if not ask.moves_kv or not self._admission.by_slo or waiter.attempt or not (sink.accounts.decodes or sink.accounts.coming):
-            return True
-        o = sink.outline(now_s)
-        limit_s = math.inf
-        if ask.targets.tpot_s is not None and not waiter.is_best_effort:
-            if o.cost.alone_s(ask.context_tokens) < ask.targets.tpot_s:
-                limit_s = ask.targets.tpot_s
-        elif (held_s := sink.held_to_s(o)) is not None:
-            limit_s = SPARE_BELOW * held_s
-        return pair.second.tpot_s <= limit_s
-
     def _book(self, waiter: Waiter, ask: Ask, pairs: Sequence[Pair], now_s: float) -> Grant:
         pair = pairs[0]
         self._grants += 1
@@ -400,7 +356,7 @@ class Dispatcher:
         self._waiting.remove(waiter.key)
         seen = tuple([candidate(p, ask) for p in pairs[:RECORDED_PAIRS]])
         reason = describe(pair)
-        record = self._record(waiter, now_s, Verdict.GRANTED, reason, seen)
+        record = record_of(waiter, len(self._waiting), now_s, Verdict.GRANTED, reason, seen)
         route = Route(seen[0].prefill, seen[0].decode, reason)
         booking = self._bookings[waiter.key] = Booking(waiter.key, waiter.request, pair, ask, now_s)
         booking.prefix = waiter.prefix
@@ -445,28 +401,6 @@ class Dispatcher:
             has_followers=len(self._waiting) > 1,
         )
 
-    def _record(
-        self, waiter: Waiter, now_s: float, verdict: Verdict, reason: str, candidates: tuple[Candidate, ...], retry_s: float | None = None
-    ) -> DecisionRecord:
-        request, targets = waiter.request, waiter.targets
-        return DecisionRecord(
-            request_id=request.request_id,
-            at_s=now_s,
-            waited_s=max(0.0, now_s - request.arrival_s),
-            verdict=verdict,
-            reason=reason,
-            slo_class=request.slo_class,
-            priority=request.priority,
-            context_tokens=request.num_context_tokens,
-            max_tokens=request.sampling.max_tokens,
-            ttft_target_s=targets.ttft_s,
-            tpot_target_s=targets.tpot_s,
-            queued_requests=len(self._waiting),
-            attempt=waiter.attempt,
-            candidates=candidates,
-            retry_after_s=retry_s,
-        )
-
     def _wake_at_s(self, now_s: float) -> float | None:
         """When to look again, if nothing happens before: a deadline passes, a worker runs dry, or waiting for a worker is over."""
         if not len(self._waiting):
@@ -483,14 +417,3 @@ class Dispatcher:
             nap_s = dry_s - FEED_S - now_s if dry_s > now_s else MAX_NAP_S
             instants.append(now_s + min(MAX_NAP_S, max(MIN_NAP_S, nap_s)))
         return min(instants)
-
-
-def describe(pair: Pair) -> str:
-    """Why this pair, in a few words."""
-    first, second = pair.first, pair.second
-    p, d = first.worker, second.worker
-    ahead = f"starts in {first.wait_s * 1e3:.0f} ms behind {len(p.prefilling)} prompts" if p.prefilling else "idle"
-    if pair.is_colocated:
-        return f"{p.name} alone: {ahead}, {p.accounts.decodes} decoding there"
-    decoding = d.accounts.decodes + d.accounts.coming
-    return f"{p.name}: {ahead}; {d.name}: {decoding} decoding, {max(0, d.state.total_kv_tokens - d.accounts.kv_tokens)} KV tokens free"
