@@ -340,7 +340,8 @@ class Dispatcher:
         ask = self._ask(waiter, now_s)
         if price > 0.0:  # lower work has no claim on a higher one's time
             ask.queue_price = price * (self._waiting.not_below(waiter.request.priority) - 1)
-        return ask, self._router.pairs(ask, self._members.standing(now_s), held_s, RECORDED_PAIRS)
+        shortlist = SHORTLIST if len(self._waiting) <= MANY_WAITING else SHORTLIST // 2
+        return ask, self._router.pairs(ask, self._members.standing(now_s), held_s, RECORDED_PAIRS, shortlist)
 
     def _candidates(self, now_s: float) -> Iterator[Waiter]:
         """In order; but every so often the one that has waited longest goes first."""

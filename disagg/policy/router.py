@@ -149,10 +149,14 @@ def weigh_first(w: WorkerBook, ask: Ask, standing: Standing, extra_s: float = 0.
 def _stall_cost(w: WorkerBook, o: Outline, stall_s: float, steps: int) -> float:
     """What a prompt of `steps` steps, `stall_s` longer in all, costs those that decode beside it: slower on the mean, and in lumps."""
     mixed_s = o.step_s + stall_s / steps
-    after_s = max(o.gap_s, min(mixed_s, o.gap_s + stall_s / w.mean_spread_tokens))  # no mean is above the longest step
+    gap_s = o.gap_s
+    after_s = gap_s + stall_s / w.mean_spread_tokens
+    if after_s > mixed_s:  # no mean is above the longest step
+        after_s = mixed_s if mixed_s > gap_s else gap_s
     cost = 0.0
     for target_s, count in w.accounts.groups.items():
-        cost += count * (regret(after_s / target_s, NEIGHBOURS_EASE) - regret(o.gap_s / target_s, NEIGHBOURS_EASE))
+        if after_s > gap_s:
+            cost += count * (regret(after_s / target_s, NEIGHBOURS_EASE) - regret(gap_s / target_s, NEIGHBOURS_EASE))
         if mixed_s > target_s:
             cost += count * LATE_WEIGHT * steps * (mixed_s / target_s - 1.0)
     return cost
@@ -173,8 +177,9 @@ def weigh_second(w: WorkerBook, ask: Ask, standing: Standing, ready_s: float = 0
     o = w.outline(standing.now_s)
     tpot_s = w.gap_with_s(o, ask.context_tokens + 0.5 * ask.output_tokens)
     cost = regret(tpot_s / ask.targets.tpot_scale_s)
-    for other_s, count in w.accounts.groups.items():
-        cost += count * (regret(tpot_s / other_s) - regret(o.gap_s / other_s))
+    if tpot_s != o.gap_s:
+        for other_s, count in w.accounts.groups.items():
+            cost += count * (regret(tpot_s / other_s) - regret(o.gap_s / other_s))
     if o.late_per_s > 0.0:
         cost += LATE_WEIGHT * o.late_per_s * ask.output_tokens * tpot_s
     if w.role is Role.PREFILL:
