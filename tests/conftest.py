@@ -11,6 +11,17 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Files run side by side, each whole in one process: the longest begin first, so that none runs on alone at the end.
+LONGEST_FIRST = (
+    *("test_vllm_engine.py", "test_serving_real.py", "test_parity.py", "test_ray_real.py", "test_vllm_engine_death.py"),
+    *("test_ab_ray.py", "test_up.py", "test_ray.py", "test_faults.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:

@@ -23,6 +23,7 @@ from disagg.launch.processes import ProcessId, descendants, find_marked, wait_go
 from disagg.launch.report import WorkerStatus
 from disagg.launch.session import RaySession
 from disagg.types import Token
+from tests.machine import first_layers
 
 pytestmark = [pytest.mark.real, pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -34,8 +35,10 @@ BACK_WITHIN_S = 180.0
 
 
 @pytest.fixture(scope="module")
-def deployment(quick_model: Path) -> Iterator[Deployment]:
-    overrides = {"gateway.port": 0, "gateway.http_port": None, "model": str(quick_model), "engine.args.enforce_eager": False}
+def deployment(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """Its decode worker compiles the model, which takes a core a minute; two layers have all that six have."""
+    model = first_layers(smollm2, tmp_path_factory.mktemp("models") / "two-layers", layers="2")
+    overrides = {"gateway.port": 0, "gateway.http_port": None, "model": str(model), "pools.decode.args.enforce_eager": False}
     topology = load_topology(FILE, overrides)
     with RaySession.start([topology]) as session:
         mark = session.mark or ""
