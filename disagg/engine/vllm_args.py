@@ -62,7 +62,7 @@ def engine_args(model: str, args: Mapping[str, Any]) -> AsyncEngineArgs:
         return AsyncEngineArgs(
             model=model,
             skip_tokenizer_init=not _has_tokenizer(model, args),
-            disable_log_stats=True,
+            disable_log_stats=chosen.get("otlp_traces_endpoint") is None,  # vLLM's spans are made of its statistics
             kv_transfer_config=KVTransferConfig(
                 kv_connector="DisaggConnector",
                 kv_connector_module_path="disagg.engine.vllm_connector",
@@ -108,6 +108,9 @@ def engine_environment(address: str, cores: Sequence[int] | None, args: Mapping[
     if not current_platform.is_cpu():
         return env
     env["VLLM_USE_V2_MODEL_RUNNER"] = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
+    if args.get("enforce_eager"):
+        # What vLLM still compiles then, a helper of logprobs, costs a start more seconds than it ever saves.
+        env["TORCHDYNAMO_DISABLE"] = os.environ.get("TORCHDYNAMO_DISABLE", "1")
     if cores:
         ranks = int(args.get("tensor_parallel_size", 1))
         shares = [cores[i::ranks] for i in range(ranks)] if len(cores) >= ranks else [cores] * ranks

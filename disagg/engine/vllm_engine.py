@@ -298,6 +298,10 @@ class VllmEngine:
         async with aclosing(self.generate(Request("warm-up", (0,) * tokens, sampling))) as chunks:
             async for _ in chunks:
                 pass
+        assert self._llm.output_handler is not None
+        self._ledger.die_with(self._llm.output_handler)
+        if not self.is_alive:
+            raise EngineError(f"engine {self.name} did not live through its first request; its log says why")
 
     def _check(self, request: Request) -> None:
         if not self.is_alive:
@@ -324,7 +328,9 @@ class VllmEngine:
                 if is_finished and transfer is not None and output.outputs[0].finish_reason == "error":
                     self._ledger.end(*transfer)  # given up before it ran, or after its load: not touched again either way
                 yield output
-        except EngineDeadError as error:
+        except Exception as error:  # what vLLM's output task dies of reaches every reader as it is
+            if self.is_alive and not isinstance(error, EngineDeadError):
+                raise
             is_finished = True
             raise EngineError(f"engine {self.name} died") from error
         finally:

@@ -117,6 +117,10 @@ class EntryLedger:
         """An engine process ended, so the engine cannot serve any more."""
         self.dead.set()
 
+    def die_with(self, outputs: asyncio.Task[Any]) -> None:
+        """An engine whose outputs nobody hands on any more is dead, though its process lives: its worker is to be started anew."""
+        outputs.add_done_callback(lambda _: self.dead.set())
+
     def on_ranks_lost(self) -> None:
         """The last process with the boxes mapped ended."""
         for kind, transfer_id in list(self._open):

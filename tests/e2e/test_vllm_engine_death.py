@@ -21,6 +21,7 @@ from disagg.errors import ConfigError, EngineError
 from disagg.kv.box import Box
 from disagg.types import Request, Sampling, new_id
 from tests.fake_entries import FakeOutboxEntry
+from tests.flow.test_tracing import PARENT, collector
 from tests.machine import QUICK_ARGS
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -50,10 +51,20 @@ WORKER = """
 """
 
 
-async def test_a_killed_engine_process_fails_all_calls_at_once(quick_model: Path) -> None:
+async def test_a_killed_engine_process_fails_all_calls_at_once(quick_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before that, the engine tells a collector of a request; vLLM's output task would die of it without its statistics."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # milliseconds
     outbox, inbox = Box(64 << 20, "outbox"), Box(1 << 20, "inbox")
-    engine = await start_vllm_engine(str(quick_model), ARGS, outbox, inbox, "victim", [0])
+    async with collector() as (found, endpoint):
+        args = {**ARGS, "otlp_traces_endpoint": endpoint}
+        engine = await start_vllm_engine(str(quick_model), args, outbox, inbox, "victim", [0])
+        traced = Request(new_id(), (5, 6, 7), Sampling(max_tokens=3, ignore_eos=True), traceparent=PARENT)
+        await asyncio.wait_for(anext_until_error(engine.generate(traced)), WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            while PARENT.split("-")[1] not in {span.trace_id.hex() for _, span in found.spans.values()}:  # noqa: ASYNC110 (it comes when it comes)
+                await asyncio.sleep(0.05)
     try:
+        assert engine.is_alive
         requests = [Request(new_id(), tuple(range(100, 100 + n)), Sampling(max_tokens=1000, ignore_eos=True)) for n in (50, 60)]
         streams = [engine.generate(request) for request in requests]
         for stream in streams:

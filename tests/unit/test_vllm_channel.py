@@ -153,3 +153,13 @@ async def test_every_rank_must_end_an_entry() -> None:
     assert not entry.is_ended
     ledger.on_events(0, [("read_ended", "in")])
     assert entry.is_ended
+
+
+async def test_an_engine_dies_with_the_task_that_hands_on_its_outputs() -> None:
+    """vLLM's own ends after any exception, and its process goes on: nobody else would notice."""
+    ledger, failed = EntryLedger(), asyncio.Event()
+    ledger.die_with(asyncio.create_task(failed.wait()))
+    await asyncio.sleep(0)
+    assert not ledger.dead.is_set()
+    failed.set()
+    await asyncio.wait_for(ledger.dead.wait(), WAIT_S)
