@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 
 
 class Mode(StrEnum):
@@ -172,6 +173,12 @@ class Token:
     logprob: float | None = None
     top: tuple[TopLogprob, ...] = ()
     rank: int = 0
+
+
+@lru_cache(maxsize=1 << 16)
+def plain_token(token_id: int) -> Token:
+    """A token without logprobs: a value, so one object serves all answers."""
+    return Token(token_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ async def measure(requests: int, gateways: int = 1, client_processes: int = 2, d
         ]
         for client in clients:
             await answer(client)  # warm
-        kinds = {"workers": workers, "gateways": doors, "clients": clients}
+        kinds = {"prefill worker": workers[:1], "decode worker": workers[1:], "gateways": doors, "clients": clients}
         before = {kind: sum(cpu_s(p.pid) for p in processes) for kind, processes in kinds.items()}
         for client in clients:
             assert client.stdin is not None

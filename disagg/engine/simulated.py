@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import xxhash
@@ -27,7 +29,7 @@ from disagg.engine.simulated_prefix import PrefixCache
 from disagg.engine.simulated_scheduler import Scheduled, Scheduler
 from disagg.engine.simulated_scheduler import Sequence as ScheduledSequence
 from disagg.engine.simulated_settings import check_request, kv_cache_tokens, simulated_layout
-from disagg.engine.simulated_timing import plan_record, plan_seconds, step_model
+from disagg.engine.simulated_timing import plan_counts, plan_seconds, step_model
 from disagg.errors import DisaggError, EngineError, LayoutMismatchError, TransferCorruptError
 from disagg.kv.api import InboxEntry, OutboxEntry
 from disagg.kv.form import check_entry
@@ -55,7 +57,9 @@ class _Job(ScheduledSequence):
     num_staged_blocks: int = 0
     is_over: bool = False
     error: DisaggError | None = None
-    ready: deque[Chunk] = field(default_factory=deque)
+    ready: list[Token] = field(default_factory=list)  # not handed out yet
+    finish: FinishReason | None = None  # comes with the last of them
+    is_unsaid: bool = True  # how much the prefix cache had: the first chunk says it
     waiter: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
@@ -63,7 +67,7 @@ class _Job(ScheduledSequence):
             self.waiter.set_result(None)
 
     async def next_chunk(self) -> Chunk | None:
-        """The next chunk, None after the last. Raises the error that ended the request. Pending until the engine steps, ends or dies."""
+        """All that is ready, None after the last. Raises the error that ended the request. Pending until the engine steps, ends or dies."""
         while not self.ready:
             if self.error is not None:
                 raise self.error
@@ -74,7 +78,10 @@ class _Job(ScheduledSequence):
                 await self.waiter
             finally:
                 self.waiter = None
-        return self.ready.popleft()
+        tokens, self.ready = tuple(self.ready), []
+        is_first = self.is_unsaid and self.num_output - len(tokens) == len(self.request.prior_output)  # never of a decode leg
+        self.is_unsaid = False
+        return Chunk(tokens, self.finish, None, self.num_cached if is_first else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +94,8 @@ class _Frame:
     digest: int
 
 
-@dataclass(slots=True)
-class _Result:
-    """What one step did for one job: frames to announce, and the sampled token when its context is all computed."""
-
-    job: _Job
-    frames: list[_Frame] = field(default_factory=list)
-    token: Token | None = None
+# What one step did for one job: frames to announce, and the sampled token when its context is all computed.
+_Result: TypeAlias = tuple[_Job, Sequence[_Frame], Token | None]
 
 
 class SimulatedChunks:
@@ -294,7 +296,7 @@ class SimulatedEngine:
 
     async def _run(self) -> None:
         """Steps while there is work. Sleeps until an absolute instant, so that errors of short sleeps do not add up."""
-        clock = asyncio.get_running_loop().time
+        clock = time.monotonic
         due = clock()
         try:
             while self._scheduler.has_work:
@@ -303,16 +305,16 @@ class SimulatedEngine:
                 if not plan:
                     raise EngineError("requests wait, and none of them can run")
                 duration_s = self._duration_s(plan)
-                record = plan_record(plan, self.num_steps, 0.0)
+                counts = plan_counts(plan)
                 results = self._compute(plan)
                 due = max(due, began - _MAX_LAG_S) + duration_s
                 await asyncio.sleep(max(0.0, due - clock()))
                 self._publish(results)
                 if self._scheduler.prefixes is not None:
                     self._scheduler.prefixes.note_changes()
-                self.num_steps += 1
                 took_s = clock() - began
-                self._records.append(replace(record, seconds=took_s))
+                self._records.append(StepRecord(self.num_steps, took_s, *counts))
+                self.num_steps += 1
                 self._step_s += (took_s - self._step_s) * (_STEP_WEIGHT if self._step_s else 1.0)
         except Exception as error:
             log.exception("engine %s failed in a step", self.name)
@@ -328,30 +330,30 @@ class SimulatedEngine:
 
     def _compute(self, plan: Sequence[Scheduled]) -> list[_Result]:
         """The step's work: KV of all scheduled tokens, and a token for each job whose KV is complete."""
-        results, singles = [], []
-        for item in plan:
-            job = item.sequence
+        staged: list[tuple[_Job, Sequence[_Frame]]] = []
+        singles: list[_Job] = []
+        for job, num_tokens in plan:
             assert isinstance(job, _Job)
-            result = _Result(job)
-            results.append(result)
+            frames: Sequence[_Frame] = ()
             if job.num_ready:
                 self._load(job)
             elif job.num_computed in (0, job.num_cached):
-                result.frames = self._begin_context(job)
-            if item.num_tokens == 1 and job.outbox is None:
+                frames = self._begin_context(job)
+            if num_tokens == 1 and job.outbox is None:
                 singles.append(job)
             else:
                 start = job.num_computed
-                codes = self._model.extend(job.kv, job.tokens[start : start + item.num_tokens])
+                codes = self._model.extend(job.kv, job.tokens[start : start + num_tokens])
                 if job.outbox is not None:
-                    result.frames += self._write(job, job.outbox, start, codes)
-            job.num_computed += item.num_tokens
+                    frames = [*frames, *self._write(job, job.outbox, start, codes)]
+            job.num_computed += num_tokens
+            staged.append((job, frames))
         self._extend_singles(singles)
-        for result in results:
-            job = result.job
-            if job.num_computed == job.num_tokens:
-                result.token = self._model.draw(job.kv.digest, job.request.sampling, job.num_output)
-        return results
+        draw = self._model.draw
+        return [
+            (job, frames, draw(job.kv.digest, job.request.sampling, job.num_output) if job.num_computed == job.num_tokens else None)
+            for job, frames in staged
+        ]
 
     def _begin_context(self, job: _Job) -> list[_Frame]:
         """A context is computed from its begin on, or from behind what the prefix cache gave: KV of the same tokens, so the same bytes."""
@@ -417,28 +419,26 @@ class SimulatedEngine:
 
     def _publish(self, results: Sequence[_Result]) -> None:
         """The step is over: announce frames and deliver tokens, except to requests that ended meanwhile."""
-        for result in results:
-            job = result.job
+        for job, frames, token in results:
             if job.is_over:
                 continue
             try:
-                for frame in result.frames:
+                for frame in frames:
                     assert job.outbox is not None
                     job.outbox.stage(frame.rank, frame.first_block, frame.num_blocks, frame.digest)
             except DisaggError as error:
                 self._end(job, error)
                 continue
-            if result.token is not None:
-                self._deliver(job, result.token)
+            if token is not None:
+                self._deliver(job, token)
 
     def _deliver(self, job: _Job, token: Token) -> None:
-        is_first = job.num_output == len(job.request.prior_output)  # never of a decode leg, which has had one already
         job.tokens.append(token.token_id)
         job.num_tokens += 1
         job.num_output += 1
-        finish: FinishReason | None = self._model.finish_reason(token.token_id, job.request.sampling, job.num_output)
-        job.ready.append(Chunk((token,), finish, cached_tokens=job.num_cached if is_first else 0))
-        if finish is not None or job.outbox is not None:
+        job.finish = self._model.finish_reason(token.token_id, job.request.sampling, job.num_output)
+        job.ready.append(token)
+        if job.finish is not None or job.outbox is not None:
             self._end(job)
         else:
             job.wake()

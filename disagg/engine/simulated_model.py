@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from disagg.config import SimulatedSettings
 from disagg.engine.simulated_kv import Codes
 from disagg.engine.simulated_settings import simulated_layout
-from disagg.types import FinishReason, Sampling, Token, TopLogprob
+from disagg.types import FinishReason, Sampling, Token, TopLogprob, plain_token
 
 States = NDArray[np.uint64]  # [tokens]
 
@@ -68,6 +68,7 @@ class SimulatedModel:
         self.num_codes = 2 * layout.kv_heads * layout.head_dim or settings.kv_bytes_per_token
         num_lanes = -(-self.num_codes // 8)
         self._lanes: States = _mix(np.arange(1, num_lanes + 1, dtype=np.uint64)) | np.uint64(1)
+        self._eos, self._eos_mean, self._vocab = settings.eos_token_id, settings.eos_mean_tokens, settings.vocab_size
         self._origin = xxhash.xxh3_64_intdigest(settings.shape.encode())
 
     def new_state(self) -> KvState:
@@ -104,21 +105,27 @@ class SimulatedModel:
         The end-of-sequence token comes up once in `eos_mean_tokens` draws; it and stop tokens are masked while there are fewer than
         `min_tokens` output tokens, so that an answer has more than `min_tokens` when it stops by itself.
         """
-        seeded = sampling.temperature > 0 and sampling.seed is not None
-        x = digest ^ (_mix_int((sampling.seed or 0) & _MASK) if seeded else 0)
-        masked = self._masked(sampling) if num_output < sampling.min_tokens else frozenset()
-        for _ in range(_REDRAWS):
+        x = digest
+        if sampling.seed is not None and sampling.temperature > 0:
+            x ^= _mix_int(sampling.seed & _MASK)
+        if num_output >= sampling.min_tokens:
             x = _mix_int(x)
             token_id = self._token_of(x)
-            if token_id not in masked:
-                break
         else:
-            token_id = next((t for t in range(self.settings.vocab_size) if t not in masked), token_id)
-        return self._with_logprobs(token_id, x, sampling.logprobs)
+            token_id, x = self._unmasked(self._masked(sampling), x)
+        return plain_token(token_id) if sampling.logprobs is None else self._with_logprobs(token_id, x, sampling.logprobs)
+
+    def _unmasked(self, masked: frozenset[int], x: int) -> tuple[int, int]:
+        """A token that is not `masked`, and the state of the draws after it."""
+        for _ in range(_REDRAWS):
+            x = _mix_int(x)
+            if (token_id := self._token_of(x)) not in masked:
+                return token_id, x
+        return next((t for t in range(self._vocab) if t not in masked), self._token_of(x)), x
 
     def finish_reason(self, token_id: int, sampling: Sampling, num_output: int) -> FinishReason | None:
         """Whether `token_id`, the `num_output`-th output token (1 is the first), ends the answer. Same order as vLLM's check."""
-        if (token_id == self.settings.eos_token_id and not sampling.ignore_eos) or token_id in sampling.stop_token_ids:
+        if (token_id == self._eos and not sampling.ignore_eos) or token_id in sampling.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_output >= sampling.max_tokens else None
 
@@ -127,16 +134,13 @@ class SimulatedModel:
         return frozenset((*sampling.stop_token_ids, *eos))
 
     def _token_of(self, x: int) -> int:
-        eos = self.settings.eos_token_id
-        if (x >> 40) % self.settings.eos_mean_tokens == 0:
-            return eos
-        token_id = (x & 0xFFFFFFFFFF) % (self.settings.vocab_size - 1)
-        return token_id + (token_id >= eos)
+        if (x >> 40) % self._eos_mean == 0:
+            return self._eos
+        token_id = (x & 0xFFFFFFFFFF) % (self._vocab - 1)
+        return token_id + (token_id >= self._eos)
 
-    def _with_logprobs(self, token_id: int, x: int, num_top: int | None) -> Token:
+    def _with_logprobs(self, token_id: int, x: int, num_top: int) -> Token:
         """`token_id` with the logprobs asked for: it takes 30 to 95 % of the mass, each further alternative half of the rest."""
-        if num_top is None:
-            return Token(token_id)
         share = 0.30 + 0.65 * (x & 0xFFFF) / 0xFFFF
         logprob, rest = float(np.log(share)), 1.0 - share
         top = [TopLogprob(token_id, logprob)] if num_top else []

@@ -44,13 +44,18 @@ def plan_seconds(model: StepTimes, plan: Iterable[Scheduled]) -> float:
 
 def plan_record(plan: Iterable[Scheduled], number: int, seconds: float) -> StepRecord:
     """What one planned step does, before `num_computed` is moved on; it took `seconds`."""
+    return StepRecord(number, seconds, *plan_counts(plan))
+
+
+def plan_counts(plan: Iterable[Scheduled]) -> tuple[int, float, int, int]:
+    """A step record's prefill tokens and pairs, decoding requests and context tokens."""
     prefill_tokens, pairs, num_decodes, context_tokens = 0, 0.0, 0, 0
-    for item in plan:
-        cached = item.sequence.num_computed
-        if item.num_tokens == 1 and cached:
+    for sequence, num_tokens in plan:
+        cached = sequence.num_computed
+        if num_tokens == 1 and cached:
             num_decodes += 1
             context_tokens += cached + 1
         else:
-            prefill_tokens += item.num_tokens
-            pairs += item.num_tokens * (cached + (item.num_tokens + 1) / 2)
-    return StepRecord(number, seconds, prefill_tokens, pairs, num_decodes, context_tokens)
+            prefill_tokens += num_tokens
+            pairs += num_tokens * (cached + (num_tokens + 1) / 2)
+    return prefill_tokens, pairs, num_decodes, context_tokens

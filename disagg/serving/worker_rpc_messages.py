@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import fields
-from functools import lru_cache
 
 from disagg.pb import worker_pb2 as pb
 from disagg.types import (
@@ -24,6 +23,7 @@ from disagg.types import (
     Token,
     TopLogprob,
     Transfer,
+    plain_token,
 )
 
 # Numbers of FinishReason in inference.proto; 0 means that the request goes on.
@@ -159,12 +159,6 @@ def token_to_wire(token: Token) -> pb.StepToken:
         return pb.StepToken(id=token.token_id)
     top = [pb.StepTopLogprob(id=t.token_id, logprob=t.logprob) for t in token.top]
     return pb.StepToken(id=token.token_id, logprob=token.logprob, top=top, rank=token.rank)
-
-
-@lru_cache(maxsize=1 << 16)
-def plain_token(token_id: int) -> Token:
-    """A token without logprobs: a value, so one object serves all answers."""
-    return Token(token_id)
 
 
 def token_from_wire(m: pb.StepToken) -> Token:
