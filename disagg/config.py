@@ -91,12 +91,14 @@ class PoolSettings(_Strict):
     """One pool: how many workers, and what each gets.
 
     `cores`: CPU cores per worker (reserved in Ray, and bound when `bind_cores`). `gpus`: GPUs per worker; must equal the
-    tensor-parallel degree. `args`/`simulated`: overrides of the engine's settings for this pool.
+    tensor-parallel degree. `gpu`: a device name (h200), where pools run on unlike GPUs; by default `ray.gpu`. `args`/`simulated`:
+    overrides of the engine's settings for this pool.
     """
 
     count: PositiveInt
     cores: PositiveInt = 1
     gpus: Annotated[int, Field(ge=0)] = 0
+    gpu: str | None = None
     bind_cores: bool = True
     args: PoolArgs = Field(default_factory=dict)
     env: dict[str, str] = Field(default_factory=dict)
@@ -342,6 +344,10 @@ class Topology(_Strict):
         assert p is not None
         assert d is not None
         return d.model_copy(update={"count": p.count + d.count})
+
+    def gpu_name(self, role: Role) -> str | None:
+        """What the GPUs of a pool are called; None where the topology does not say."""
+        return self.active_pools()[role].gpu or self.ray.gpu
 
     def with_mode(self, mode: Mode) -> Topology:
         """The same deployment in another mode: what the A/B compares."""

@@ -6,6 +6,7 @@ boxes (and, on CPUs, weights and KV) <= memory. It errs on the small side: activ
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -25,7 +26,7 @@ from disagg.front.ports import describe_holder
 from disagg.kv.carrier import expected_carrier
 from disagg.kv.form import agree
 from disagg.launch.doctor import gpu_names
-from disagg.launch.placement import Host, Placed, place, worker_specs
+from disagg.launch.placement import ACCELERATOR, Host, Placed, WorkerSpec, accelerator, place, worker_specs
 from disagg.models import resolve_model
 from disagg.perf.hardware import Dtype, find_device
 from disagg.perf.memory import MemoryReport, placement_memory
@@ -107,7 +108,9 @@ def this_host(topology: Topology) -> Host:
     if any(spec.binds for spec in specs):
         cores = min(cores, real)
     gpus = len(gpu_names()) if any(spec.gpus for spec in specs) else 0
-    named = {name: 1e9 for spec in specs for name, _ in spec.resources}
+    named = {name: 1e9 for spec in specs for name, _ in spec.resources if not name.startswith(ACCELERATOR)}
+    if gpus:
+        named |= dict.fromkeys(_kinds_here(), 1.0)
     free = {"CPU": float(cores), "GPU": float(gpus), "memory": float(_available_bytes()), **named}
     return Host("127.0.0.1", tuple(sorted(free.items())))
 
@@ -118,11 +121,31 @@ def assumed_hosts(topology: Topology) -> tuple[Host, ...]:
     free = {"CPU": float(ray.cores_per_host or 0), "GPU": float(ray.gpus_per_host or 0)}
     if ray.ram_gib_per_host:
         free["memory"] = ray.ram_gib_per_host * GIB
-    names = list(dict.fromkeys(name for spec in worker_specs(topology) for name, _ in spec.resources))
+    specs = worker_specs(topology)
+    names = dict.fromkeys(name for spec in specs for name, _ in spec.resources)
     hosts = [dict(free) for _ in range(ray.hosts)]
-    for index, name in enumerate(names):
+    for index, name in enumerate(name for name in names if not name.startswith(ACCELERATOR)):
         hosts[index % len(hosts)][name] = 1e9
+    for host, kind in zip(hosts, _kinds_of_hosts(specs, ray.gpus_per_host or 1), strict=False):
+        host[kind] = 1.0
     return tuple(Host(f"host-{index}", tuple(sorted(each.items()))) for index, each in enumerate(hosts))
+
+
+def _kinds_of_hosts(specs: Sequence[WorkerSpec], gpus_per_host: int) -> list[str]:
+    """Of each host in turn, which GPUs it has: of a kind so many hosts as its workers fill."""
+    gpus = Counter[str]()
+    for spec in specs:
+        gpus.update({name: spec.gpus for name, _ in spec.resources if name.startswith(ACCELERATOR)})
+    return [name for name, count in gpus.items() for _ in range(-(-count // gpus_per_host))]
+
+
+def _kinds_here() -> set[str]:
+    """Ray's names for this machine's GPUs, as far as they are known."""
+    kinds = set()
+    for line in gpu_names():
+        with contextlib.suppress(ConfigError):
+            kinds.add(accelerator(line.partition(",")[0]))
+    return kinds
 
 
 def _is_assumed(topology: Topology) -> bool:
@@ -180,7 +203,7 @@ def _simulated_memory(topology: Topology, role: Role) -> RoleMemory:
 
 def _gpu_memory(topology: Topology, role: Role, shape: ModelShape, notes: list[str]) -> RoleMemory | None:
     args = topology.engine_args(role)
-    name = topology.ray.gpu or next(iter(gpu_names()), "").partition(",")[0]
+    name = topology.gpu_name(role) or next(iter(gpu_names()), "").partition(",")[0]
     if not name:
         notes.append("no GPU here and none named by ray.gpu, so GPU memory was not checked")
         return None

@@ -15,9 +15,14 @@ from dataclasses import dataclass, replace
 
 from disagg.config import PoolSettings, Topology
 from disagg.errors import ConfigError, PlacementError
+from disagg.perf.hardware import find_device
 from disagg.types import Role
 
 Resources = tuple[tuple[str, float], ...]
+
+ACCELERATOR = "accelerator_type:"  # Ray's own resource of a host with GPUs of a kind: 1 on each such host
+_RAY_NAMES = {"rtx-4090": "GeForce-RTX-4090"}  # where it is not the device's name in capitals
+_OF_A_KIND = 0.001  # of that resource: only says which hosts will do
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +45,9 @@ class WorkerSpec:
     @property
     def asks(self) -> str:
         """`1 GPU, 8 cores` for people."""
-        further = [f"{value:g} {name}" for name, value in self.resources]
-        return ", ".join([*([_plural(self.gpus, "GPU")] if self.gpus else []), _plural(self.cores, "core"), *further])
+        kinds = [name.removeprefix(ACCELERATOR) for name, _ in self.resources if name.startswith(ACCELERATOR)]
+        further = [f"{value:g} {name}" for name, value in self.resources if not name.startswith(ACCELERATOR)]
+        return ", ".join([*([_plural(self.gpus, " ".join([*kinds, "GPU"]))] if self.gpus else []), _plural(self.cores, "core"), *further])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,8 @@ class Host:
 
     def describe(self, resources: Sequence[str]) -> str:
         """`host 10.0.0.1: 8 GPUs, 64 cores` for people."""
-        parts = [_amount(self.amount(name), name) for name in resources]
+        parts = [_amount(self.amount(name), name) for name in resources if not name.startswith(ACCELERATOR)]
+        parts += [name.removeprefix(ACCELERATOR) for name, value in self.free if name.startswith(ACCELERATOR) and value > 0]
         return f"host {self.name}: {', '.join(parts)}"
 
 
@@ -79,14 +86,25 @@ class Placed:
 
 
 def worker_specs(topology: Topology) -> tuple[WorkerSpec, ...]:
-    """The workers of a topology, pool by pool, named ROLE-INDEX. Raises ConfigError where GPUs and parallel degree differ."""
+    """The workers of a topology, pool by pool, named ROLE-INDEX. Raises ConfigError where GPUs and parallel degree differ.
+
+    A pool that names its GPUs asks for hosts that have such.
+    """
     specs: list[WorkerSpec] = []
+    has_kinds = any(pool.gpu for pool in topology.active_pools().values())
     for role, pool in topology.active_pools().items():
         _check_gpus(topology, role, pool)
         binds = pool.bind_cores and pool.gpus == 0 and topology.engine.kind == "vllm"
-        resources = tuple(sorted(pool.resources.items()))
+        named = topology.gpu_name(role) if has_kinds and pool.gpus else None
+        resources = tuple(sorted({**pool.resources, **({accelerator(named): _OF_A_KIND} if named else {})}.items()))
         specs += [WorkerSpec(f"{role}-{index}", role, pool.cores, pool.gpus, resources, binds) for index in range(pool.count)]
     return tuple(specs)
+
+
+def accelerator(gpu: str) -> str:
+    """Ray's resource of the hosts that have GPUs of that name. Raises ConfigError for an unknown device."""
+    name = find_device(gpu).name
+    return ACCELERATOR + _RAY_NAMES.get(name, name.upper())
 
 
 def _check_gpus(topology: Topology, role: Role, pool: PoolSettings) -> None:
@@ -95,6 +113,8 @@ def _check_gpus(topology: Topology, role: Role, pool: PoolSettings) -> None:
         if pool.gpus:
             raise ConfigError(key=key, value=pool.gpus, expected="0: a simulated engine uses no GPU (its device is engine.simulated.gpu)")
         return
+    if pool.gpu and not pool.gpus:
+        raise ConfigError(key=f"pools.{role}.gpu", value=pool.gpu, expected=f"no name of GPUs where {key} is 0, or {key} of at least 1")
     degree = topology.engine_args(role).get("tensor_parallel_size", 1)
     if not isinstance(degree, int) or degree < 1:
         raise ConfigError(key=f"pools.{role}.args.tensor_parallel_size", value=degree, expected="a whole number of at least 1")
@@ -201,7 +221,7 @@ def _no_room(specs: Sequence[WorkerSpec], hosts: Sequence[Host], who_has: str, *
     names = sorted(total, key=lambda name: (name != "GPU", name != "CPU", name))
     there = "; ".join(host.describe(names) for host in hosts[:8]) or "no live host"
     more = f"; and {len(hosts) - 8} more hosts" if len(hosts) > 8 else ""
-    short = [_amount(total[name] - have, name) for name in names if total[name] > (have := sum(h.amount(name) for h in hosts)) + 1e-9]
+    short = [_amount(lack, name) for name in names if (lack := _lack(specs, hosts, name, total[name])) > 1e-9]
     if short:
         why = f"short of {', '.join(short)}"
     elif alone:
@@ -213,9 +233,18 @@ def _no_room(specs: Sequence[WorkerSpec], hosts: Sequence[Host], who_has: str, *
     )
 
 
+def _lack(specs: Sequence[WorkerSpec], hosts: Sequence[Host], name: str, asked: float) -> float:
+    """How much of a resource is short in sum; of a kind of GPUs: how many of them."""
+    if not name.startswith(ACCELERATOR):
+        return asked - sum(host.amount(name) for host in hosts)
+    return sum(spec.gpus for spec in specs if name in spec.demand) - sum(host.amount("GPU") for host in hosts if host.amount(name) > 0)
+
+
 def _plural(count: float, word: str) -> str:
     return f"{count:g} {word}" if count == 1 else f"{count:g} {word}s"
 
 
 def _amount(value: float, resource: str) -> str:
+    if resource.startswith(ACCELERATOR):
+        return _plural(value, f"{resource.removeprefix(ACCELERATOR)} GPU")
     return _plural(value, {"CPU": "core", "GPU": "GPU"}[resource]) if resource in ("CPU", "GPU") else f"{value:g} {resource}"

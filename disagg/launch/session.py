@@ -33,7 +33,7 @@ from ray.exceptions import RayError
 from disagg.config import Topology
 from disagg.errors import ConfigError, EngineError, PlacementError
 from disagg.launch.check import this_host
-from disagg.launch.placement import Host, WorkerSpec, place, worker_specs
+from disagg.launch.placement import ACCELERATOR, Host, WorkerSpec, place, worker_specs
 from disagg.launch.processes import MARK, end, find_marked
 
 log = logging.getLogger(__name__)
@@ -219,6 +219,8 @@ def _init_local(specs: Sequence[WorkerSpec], temp_dir: str) -> None:
     resources: dict[str, float] = {}
     for spec in specs:
         for name, value in spec.resources:
+            if name.startswith(ACCELERATOR):
+                continue  # Ray finds out by itself which GPUs there are
             resources[name] = resources.get(name, 0.0) + value
     ray.init(
         num_cpus=max(1, sum(spec.cores for spec in specs)),

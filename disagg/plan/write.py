@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import yaml
 
 from disagg.plan.candidate import Candidate, PoolPlan
 from disagg.plan.planner import Plan
-from disagg.plan.question import Question
+from disagg.plan.question import BLOCK_TOKENS, Question
 
 HUB_NAMES = {
     "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
@@ -70,8 +71,8 @@ def topology_text(plan: Plan, model: str | None = None) -> str:
             "",
             f"Speculative decoding was assumed ({s.tokens} tokens, {s.acceptance:.0%} accepted): add your engine.args.speculative_config.",
         ]
-    if question.decode_device is not None:
-        said += ["", "Unlike GPUs: give each pool the hosts that it needs with `resources` (see two-nodes.yaml)."]
+    if len(question.devices) > 1:
+        said += ["", "Unlike GPUs: each pool names its own, and gets hosts of which Ray says that they have such (its accelerator types)."]
     head = "\n".join(f"# {line}".rstrip() for line in said)
     return f"{head}\n{yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=140)}"
 
@@ -79,8 +80,9 @@ def topology_text(plan: Plan, model: str | None = None) -> str:
 def _tree(plan: Plan, model: str | None) -> dict[str, Any]:
     question, chosen = plan.question, plan.chosen.candidate
     sides = [c for c in (plan.disagg.candidate if plan.disagg else None, plan.colocated.candidate) if c is not None]
-    pools = {name: _pool(pool, is_real=model is not None) for side in sides for name, pool in side.pools.items()}
-    longest = question.shape.max_context_tokens or question.load.longest_tokens
+    is_unlike = len(question.devices) > 1
+    pools = {name: _pool(pool, is_real=model is not None, is_unlike=is_unlike) for side in sides for name, pool in side.pools.items()}
+    longest = _longest(question, sides)
     on_cpus = any(device.name.endswith("cpu") for device in question.devices)
     tree = {
         "name": _name(question),
@@ -89,7 +91,7 @@ def _tree(plan: Plan, model: str | None) -> dict[str, Any]:
         "engine": {
             "kind": "vllm" if model else "simulated",
             "args": _args(question, longest) if model else {},
-            "simulated": _shared(question),
+            "simulated": _shared(question, longest),
             **({"profile": question.profile_ref} if question.profile else {}),
         },
         "pools": pools,
@@ -120,13 +122,22 @@ def _args(question: Question, longest: int) -> dict[str, Any]:
     return args
 
 
-def _shared(question: Question) -> dict[str, Any]:
-    settings = question.settings(question.device, 1).model_dump(exclude={"tp", "gpu", "max_num_batched_tokens", "max_num_seqs"})
+def _longest(question: Question, sides: list[Candidate]) -> int:
+    """Tokens of the longest request that every worker takes: the model's context, or less where a worker's KV cache holds less."""
+    context = question.settings(question.device, 1).max_model_len
+    least = min(question.kv_tokens(pool.device, pool.tp) for side in sides for pool in side.pools.values())
+    return min(context, max(question.load.longest_tokens, least // BLOCK_TOKENS * BLOCK_TOKENS))
+
+
+def _shared(question: Question, longest: int) -> dict[str, Any]:
+    """Settings that all pools' simulated engines share."""
+    settings = question.settings(question.device, 1).model_dump() | {"max_model_len": longest}
     kept = ("shape", "dtype", "kv_dtype", "max_model_len", "speculative_tokens", "speculative_acceptance")
     return {key: settings[key] for key in kept}
 
 
-def _pool(pool: PoolPlan, *, is_real: bool) -> dict[str, Any]:
+def _pool(pool: PoolPlan, *, is_real: bool, is_unlike: bool) -> dict[str, Any]:
+    """`is_unlike`: pools run on unlike GPUs, so that each names its own."""
     limits = {"max_num_batched_tokens": pool.chunk, "max_num_seqs": pool.max_seqs}
     simulated = {"gpu": pool.device.name, "tp": pool.tp, **limits}
     if not is_real:
@@ -134,11 +145,20 @@ def _pool(pool: PoolPlan, *, is_real: bool) -> dict[str, Any]:
     args = {"tensor_parallel_size": pool.tp, **limits}
     if pool.device.name.endswith("cpu"):
         return {"count": pool.count, "cores": pool.tp, "args": args, "simulated": simulated}
-    return {"count": pool.count, "gpus": pool.tp, "cores": _CORES, "args": args, "simulated": simulated}
+    kind = {"gpu": pool.device.name} if is_unlike else {}
+    return {"count": pool.count, "gpus": pool.tp, **kind, "cores": _CORES, "args": args, "simulated": simulated}
 
 
 def _hosts(question: Question, sides: list[Candidate]) -> dict[str, Any]:
     """Hosts for `disagg check`: as many as the plan fills, with cores for all their workers."""
     per_host = question.gpus_per_host
-    hosts = max(math.ceil(side.gpus / per_host) for side in sides)
+    hosts = max(_num_hosts(side, per_host) for side in sides)
     return {"hosts": hosts, "gpus_per_host": per_host, "cores_per_host": max(64, _CORES * per_host + 8), "gpu": question.device.name}
+
+
+def _num_hosts(side: Candidate, per_host: int) -> int:
+    """Hosts that a plan fills; one has GPUs of one kind."""
+    gpus = Counter[str]()
+    for pool in side.pools.values():
+        gpus[pool.device.name] += pool.gpus
+    return sum(math.ceil(count / per_host) for count in gpus.values())

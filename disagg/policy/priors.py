@@ -17,7 +17,7 @@ def priors_of(topology: Topology, shape: ModelShape | None = None) -> dict[Role,
     """Step costs per role. `shape`: of the model that a real engine loads, where it is known.
 
     `engine.profile` comes first, where the topology has one; ConfigError when it is another model's. Otherwise a real engine's device is a
-    CPU core, or the GPU that `ray.gpu` names (an H100 when it names none). The first steps correct it.
+    CPU core, or the GPU that the pool's `gpu`, else `ray.gpu`, names (an H100 when neither does). The first steps correct it.
     """
     if topology.engine.kind == "simulated":
         return {role: _simulated(topology, role) for role in topology.active_pools()}
@@ -63,7 +63,7 @@ def _real(topology: Topology, role: Role, shape: ModelShape | None) -> StepCost:
     if shape is None:
         return GENERIC
     pool = topology.active_pools()[role]
-    device = find_device("cpu" if not pool.gpus else topology.ray.gpu or "h100")
+    device = find_device("cpu" if not pool.gpus else topology.gpu_name(role) or "h100")
     degree = topology.engine_args(role).get("tensor_parallel_size", 1)
     try:
         return from_roofline(StepModel(shape, device, degree if isinstance(degree, int) else 1))

@@ -90,7 +90,7 @@ def _hardware(topology: Topology, cores: Sequence[int] | None) -> str:
         settings = topology.simulated(Role.COLOCATED)
         return f"simulated {settings.tp} x {settings.gpu}"
     if pool.gpus:
-        return f"{pool.gpus} x {topology.ray.gpu or 'GPU'}"
+        return f"{pool.gpus} x {topology.gpu_name(Role.COLOCATED) or 'GPU'}"
     names = [line.partition(":")[2].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
     return f"{len(cores) if cores else pool.cores} cores of {next(iter(names), platform.machine())}"
 

@@ -72,6 +72,27 @@ def test_custom_resources_pick_the_host() -> None:
     assert where(topo, host("b", 4, right=1), host("a", 4, left=1)) == {"prefill-0": "a", "decode-0": "b"}
 
 
+def on_gpus(prefill: str | None, decode: str | None) -> Topology:
+    return topology(pools__prefill__gpus=1, pools__decode__gpus=1, pools__prefill__gpu=prefill, pools__decode__gpu=decode, ray__gpu="h100")
+
+
+def test_a_pool_that_names_its_gpus_gets_hosts_with_such() -> None:
+    hosts = (host("a", 8, gpus=2, **{"accelerator_type:H200": 1}), host("b", 8, gpus=2, **{"accelerator_type:H100": 1}))
+    assert where(on_gpus("h100", "NVIDIA H200"), *hosts) == {"prefill-0": "b", "decode-0": "a"}
+    assert where(on_gpus(None, "h200"), *hosts) == {"prefill-0": "b", "decode-0": "a"}, "the others are ray.gpu's"
+    assert where(on_gpus(None, None), *hosts) == {"prefill-0": "a", "decode-0": "a"}, "no pool names any: all will do"
+
+
+def test_gpus_of_a_kind_that_are_short_are_named() -> None:
+    hosts = [host("a", 8, gpus=8, **{"accelerator_type:H100": 1})]
+    with pytest.raises(PlacementError, match=r"1 x decode \(1 H200 GPU, 1 core\).*host a: 8 GPUs, 8 cores, H100: short of 1 H200 GPU$"):
+        place(on_gpus(None, "h200"), hosts)
+    with pytest.raises(ConfigError, match="did you mean 'h200'"):
+        place(on_gpus(None, "h20"), hosts)
+    with pytest.raises(ConfigError, match=r"pools.decode.gpu: got 'h200', expected no name of GPUs where pools.decode.gpus is 0"):
+        place(topology(pools__decode__gpu="h200"), hosts)
+
+
 def test_unequal_sizes_find_room_that_a_first_fit_by_pairs_misses() -> None:
     """Pairs of 4 + 1 GPUs do not fit 4-GPU hosts; the workers do."""
     topo = topology(

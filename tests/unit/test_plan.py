@@ -27,7 +27,7 @@ from disagg.plan.text import plan_json, plan_text, size_text
 from disagg.plan.trial import Trials
 from disagg.plan.write import topology_text
 from disagg.slo import little
-from disagg.types import Mode
+from disagg.types import Mode, Role
 from tests.plan_rig import question
 
 LONG_PROMPTS = SloClass(name="chat", ttft_ms=2000, tpot_ms=22, if_missed="reject")
@@ -98,13 +98,31 @@ def test_gpus_for_a_rate_by_littles_law(monkeypatch: pytest.MonkeyPatch) -> None
     assert f"= {little(64.0, many.figures.e2e_s):,.0f} requests in flight" in text
 
 
-def test_the_planner_simulates_unlike_gpus_and_speculation(tmp_path: Path) -> None:
+def test_the_planner_simulates_unlike_gpus_and_speculation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_check.importlib.util, "find_spec", lambda name: None)  # importing vLLM takes seconds
     plan = make_plan(question(gpus=8, decode_device=find_device("h200"), dtype="fp8", kv_dtype="fp8", requests=60), with_flips=False)
     assert {p.device.name for trial in plan.trials for p in trial.candidate.pools.values()} == {"h100", "h200"}
     file = tmp_path / "plan.yaml"
     file.write_text(topology_text(plan))
     args = load_topology(file).engine.args
     assert (args["quantization"], args["kv_cache_dtype"]) == ("fp8", "fp8")
+    report = check_topology(load_topology(file, {"mode": "disagg"}), tmp_path)
+    assert report.problems == ()
+    assert {placed.spec.role: report.memory[placed.spec.role].device for placed in report.placed} == {
+        Role.PREFILL: "4 x h100",
+        Role.DECODE: "4 x h200",
+    }
+
+
+def test_a_plan_asks_for_no_longer_requests_than_its_smallest_worker_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_check.importlib.util, "find_spec", lambda name: None)
+    plan = make_plan(question(gpus=4, degrees=(2,), requests=60), with_flips=False)
+    file = tmp_path / "plan.yaml"
+    file.write_text(topology_text(plan))
+    loaded = load_topology(file)
+    assert 1100 <= loaded.engine.args["max_model_len"] < 131_072, "two H100s hold 26,000 tokens beside the weights"
+    for mode in ("disagg", "colocated"):
+        assert check_topology(load_topology(file, {"mode": mode}), tmp_path).problems == ()
 
 
 @pytest.mark.parametrize(
