@@ -10,6 +10,7 @@
 #            PIP_ARGS="..."         anything else for pip
 #            JOBS=2                 how many test files run at a time
 #            TOPOLOGY, WORKLOAD, OUT    what `make demo` compares, and where it writes
+#            ARGS="..."             further options of its `disagg ab`; by default the workload is sized to this machine
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -24,11 +25,12 @@ MODEL := smollm2-135m
 TOPOLOGY ?= cluster/topologies/cpu-1p1d.yaml
 WORKLOAD ?= demo
 OUT ?= out/demo
+ARGS ?= --fit-machine --rounds 2 --chunk topology
 STAMP := $(VENV)/.complete-$(EXTRA)
 export EXTRA TORCH_INDEX PIP_ARGS
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -12
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -13
 
 # The stamp is the last thing that set-up writes; a virtual environment without it is made anew.
 $(STAMP): pyproject.toml scripts/setup.sh
@@ -40,7 +42,7 @@ setup: $(STAMP)
 
 demo: setup
 	@echo "==> comparing disaggregated with colocated serving on this machine ($(TOPOLOGY), workload $(WORKLOAD))"
-	$(BIN)/disagg ab $(TOPOLOGY) --workload $(WORKLOAD) --rounds 2 --chunk topology --out $(OUT)
+	$(BIN)/disagg ab $(TOPOLOGY) --workload $(WORKLOAD) $(ARGS) --out $(OUT)
 
 bench: setup
 	@$(BIN)/pip install -q $(PIP_ARGS) -e ".[bench]"

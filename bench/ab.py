@@ -2,7 +2,7 @@
 
     python -m bench.ab [--topology FILE] [--out out/bench] [--budget-min 42] [--only short-chat ...] [--plan-only] [--resume]
 
-First the machine is measured (calibrate.py, about three minutes): lengths, TPOT targets and rates follow from that by its rules, rounds
+First the machine is measured (calibrate.py, about three minutes): lengths, chunks, TPOT targets and rates follow from that, rounds
 and durations from the time that is left; OUT/plan.json and the first lines of the output say all of it. Then each workload is one
 `disagg ab` with its own result and report in OUT/WORKLOAD; OUT/summary.md has the verdicts. The chunk is searched on cpu-interference,
 whose long prompts are what chunks are about, and is used in all three. Interrupted, it goes on with --resume, by the same plan.
@@ -23,9 +23,10 @@ from typing import Any
 
 import yaml
 
-from bench.calibrate import Capacity, Speed, calibrate, scaled, slower_targets
+from bench.calibrate import Capacity, calibrate
 from disagg.ab.arms import parse_arms
 from disagg.ab.chunk_search import TRIAL_S
+from disagg.ab.machine_fit import Speed, fitted_topology, fitted_workload
 from disagg.ab.result import Result, read_result
 from disagg.ab.workload import load_workload
 from disagg.config import Topology, load_topology, parse_topology
@@ -61,11 +62,7 @@ class Plan:
     def lines(self) -> list[str]:
         """For people."""
         speed = self.speed
-        each_s = f"{speed.prefill_tokens_per_s:.0f} tokens/s of prefill, {speed.step_s * 1e3:.0f} ms a step"
-        said = [
-            f"one worker here: {each_s}; an arm is up in {speed.start_s:.0f} s",
-            f"so prompts x {speed.input_factor:.2f}, answers x {speed.output_factor:.2f}, TPOT targets / {speed.output_factor:.2f}",
-        ]
+        said = [f"one worker here: {speed.text}", f"an arm is up in {speed.start_s:.0f} s"]
         for name, capacity in self.capacity.items():
             rates = ", ".join(f"{rate:g}" for rate in capacity.rates)
             each = f"{self.rounds[name]} round{'s' if self.rounds[name] > 1 else ''} of {self.duration_s[name]:.0f} s"
@@ -138,11 +135,10 @@ def _planned(given: argparse.Namespace, names: list[str], begin_s: float) -> Pla
         speed, capacity = asyncio.run(calibrate(topology, given.topology.parent, names, session))
     arms = len(parse_arms(ARMS, topology))
     found = plan(given.budget_min, time.monotonic() - begin_s, speed, capacity, arms)
-    raw = topology.model_dump(mode="json", exclude_none=True)
-    raw["slo_classes"] = [c.model_dump(mode="json", exclude_none=True) for c in slower_targets(topology.slo_classes, speed)]
+    raw = fitted_topology(topology, speed).model_dump(mode="json", exclude_none=True)
     (given.out / "topology.yaml").write_text(yaml.safe_dump(raw, sort_keys=False))
     for name in names:
-        workload = scaled(load_workload(name), speed).model_copy(update={"duration_s": found.duration_s[name]})
+        workload = fitted_workload(load_workload(name), speed).model_copy(update={"duration_s": found.duration_s[name]})
         (given.out / f"{name}.yaml").write_text(yaml.safe_dump(workload.model_dump(mode="json", exclude_none=True), sort_keys=False))
     file.write_text(json.dumps(asdict(found), indent=1) + "\n")
     return found

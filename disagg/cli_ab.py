@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from disagg.cli_ab_fit import FIT_HELP, fitted_to_machine
 from disagg.cli_ab_report import PRICE_HELP, DefaultCommand, add_to, print_report
 from disagg.cli_up import SET_HELP, overrides_of
 
@@ -65,6 +66,7 @@ def ab(
     limit_min: float | None = typer.Option(
         None, "--limit-min", min=0.1, help="Minutes, chunk search included, after which no further round begins; the first is always whole."
     ),
+    fit_machine: bool = typer.Option(False, "--fit-machine", help=FIT_HELP),
     seed: int | None = typer.Option(None, "--seed", help="Seed of due times, lengths and prompts; default: the workload's."),
     settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help=SET_HELP),
     chunk: str | None = typer.Option(
@@ -98,10 +100,15 @@ def ab(
     from disagg.config import load_topology
 
     loaded = load_topology(topology, overrides_of(settings))
+    wanted = _lasting(load_any_workload(workload), duration_s)
+    folder: OutFolder | None = None
+    if fit_machine:
+        folder = OutFolder(out, resume=resume)
+        loaded, wanted = fitted_to_machine(loaded, wanted, topology.parent, folder, address)
     chosen = _arms(loaded, arms, chunk)
     comparison = compare(
         loaded,
-        _lasting(load_any_workload(workload), duration_s),
+        wanted,
         resident=_stays_up(chosen) and address is None if resident is None else resident,
         arms=chosen,
         rates=_numbers(rates),
@@ -112,7 +119,7 @@ def ab(
         seed=seed,
         vocab_size=_vocab_size(loaded, topology.parent) if all(arm.topology is None for arm in chosen) else None,
     )
-    folder = OutFolder(out, resume=resume)
+    folder = folder or OutFolder(out, resume=resume)
     with RunProgress(Console(stderr=True)) as progress:
         if folder.moved_to is not None:
             progress.say(f"the older result is now in {folder.moved_to}")

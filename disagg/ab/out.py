@@ -17,6 +17,7 @@ FILES = (
     "requests-void.jsonl",
     "rounds.jsonl",
     "run.json",
+    "machine.json",
     "chunk-search",
     "report.html",
     "plots",
@@ -57,6 +58,10 @@ class OutFolder:
     @property
     def run(self) -> Path:
         return self.path / "run.json"
+
+    @property
+    def machine(self) -> Path:
+        return self.path / "machine.json"
 
     @property
     def result(self) -> Path:

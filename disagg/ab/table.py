@@ -22,6 +22,8 @@ def render(result: Result) -> RenderableType:
     lines: list[RenderableType] = [_table(result, rows, part) for part in _side_by_side(list(result.arms), rows)]
     if any(ABSENT in show(arm) for _, show in _ALL for arm in result.arms.values()):
         lines.append(Text(f"{ABSENT}  too few samples for this percentile (p95 needs 20, p99 100, p99.9 1,000)", style="dim"))
+    if said := result.workload.get("description"):
+        lines.append(Text(f"workload: {said}", style="dim"))
     lines += [Text(f"warning: {w}", style="yellow") for w in result.warnings]
     lines.append(Text.assemble(("verdict: ", "bold"), (result.verdict.choose, "bold green"), "\n", result.verdict.reason))
     return Group(*lines)

@@ -1,4 +1,4 @@
-"""`make bench` sizes itself: workloads to the machine's speed, turns to the time that is left."""
+"""`make bench` sizes its turns to the time that is left."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import asdict
 
 import pytest
 
-from bench.ab import ARMS, CHUNK_TRIALS, RATES, TUNED_ON, WORKLOADS, Plan, _read_plan, plan
-from bench.calibrate import REFERENCE_PREFILL_TOKENS_PER_S, REFERENCE_STEP_S, Capacity, Speed, scaled, slower_targets, times
+from bench.ab import ARMS, CHUNK_TRIALS, RATES, WORKLOADS, Plan, _read_plan, plan
+from bench.calibrate import Capacity
 from disagg.ab.chunk_search import TRIAL_S
-from disagg.ab.workload import Lengths, load_workload
-from disagg.config import SloClass
+from disagg.ab.machine_fit import REFERENCE_PREFILL_TOKENS_PER_S, REFERENCE_STEP_S, Speed
 
 REFERENCE = Speed(REFERENCE_PREFILL_TOKENS_PER_S, REFERENCE_STEP_S, start_s=30)
 SLOW = Speed(REFERENCE_PREFILL_TOKENS_PER_S / 4, REFERENCE_STEP_S * 5, start_s=50)
@@ -20,23 +19,6 @@ NUM_ARMS = len(ARMS.split(","))
 
 def capacities(longest_s: float) -> dict[str, Capacity]:
     return {name: Capacity(16, 1.0, (0.3, 0.5, 0.8, 1.0, 1.25), longest_s) for name in WORKLOADS}
-
-
-def test_on_the_machine_that_they_were_written_for_workloads_stay_as_they_are():
-    for name in WORKLOADS:
-        own = load_workload(name)
-        assert scaled(own, REFERENCE).streams == own.streams
-    fast = Speed(REFERENCE_PREFILL_TOKENS_PER_S * 9, REFERENCE_STEP_S / 9, 1)
-    assert (fast.input_factor, fast.output_factor) == (1, 1)
-
-
-def test_on_a_slower_machine_requests_take_as_long_and_have_fewer_tokens():
-    document = next(s for s in scaled(load_workload(TUNED_ON), SLOW).streams if s.name == "document")
-    assert (document.input_tokens.fixed, document.output_tokens.fixed) == (750, 4)
-    assert times(Lengths(uniform=(40, 160)), 0.25).uniform == (10, 40)
-    assert times(Lengths.model_validate({"lognormal": {"median": 42, "sigma": 0.7, "max": 150}}), 0.2).lognormal.max == 30
-    assert times(Lengths(fixed=3), 0.1).fixed == 3
-    assert [c.tpot_ms for c in slower_targets([SloClass(name="a", tpot_ms=100, ttft_ms=5), SloClass(name="b")], SLOW)] == [500, None]
 
 
 @pytest.mark.parametrize(
