@@ -99,6 +99,7 @@ class OptionArguments(TypedDict, total=False):
     priority: int | None
     request_id: str | None
     traceparent: str | None
+    tracestate: str | None
 
 
 class AccessArguments(TypedDict, total=False):

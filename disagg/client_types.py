@@ -23,7 +23,7 @@ from disagg.errors import (
     from_wire,
 )
 from disagg.pb import inference_pb2 as pb
-from disagg.tracing import TRACEPARENT, valid_traceparent
+from disagg.tracing import TRACEPARENT, TRACESTATE, valid_traceparent, valid_tracestate
 from disagg.types import FinishReason, Token, TopLogprob
 
 ERROR_KEY = "disagg-error-bin"
@@ -83,7 +83,8 @@ _FINISH = {pb.FINISH_REASON_STOP: FinishReason.STOP, pb.FINISH_REASON_LENGTH: Fi
 class Options:
     """Everything of a request but its prompt. None leaves a value to the gateway (see proto/disagg/v1/inference.proto).
 
-    `traceparent`: the caller's span, as W3C trace context writes it; the request's spans hang below it.
+    `traceparent`: the caller's span, as W3C trace context writes it; the request's spans hang below it. `tracestate`:
+    vendors' entries that go with it.
     """
 
     max_tokens: int | None = None
@@ -118,6 +119,7 @@ class Options:
     priority: int | None = None
     request_id: str | None = None
     traceparent: str | None = None
+    tracestate: str | None = None
 
 
 _OUTSIDE_SAMPLING = ("slo_class", "priority", "request_id", "truncate_prompt_tokens", "cache_salt")
@@ -279,14 +281,15 @@ class ServedModel:
 
 def to_metadata(access: Access, options: Options) -> tuple[tuple[str, str], ...] | None:
     """What is sent beside the request. Raises InvalidRequestError for a trace context that is none."""
-    given = options.traceparent
-    if given is None:
-        return access.metadata
-    if not valid_traceparent(str(given)):
+    parent, state = options.traceparent, options.tracestate
+    if parent is not None and not valid_traceparent(str(parent)):
         raise InvalidRequestError(
-            field=TRACEPARENT, value=given, expected="W3C trace context: 00-TRACE_ID-SPAN_ID-FLAGS, in lower-case hex"
+            field=TRACEPARENT, value=parent, expected="W3C trace context: 00-TRACE_ID-SPAN_ID-FLAGS, in lower-case hex"
         )
-    return (*(access.metadata or ()), (TRACEPARENT, given))
+    if state is not None and (parent is None or not valid_tracestate(str(state))):
+        raise InvalidRequestError(field=TRACESTATE, value=state, expected="W3C trace context: KEY=VALUE,KEY=VALUE, beside a traceparent")
+    context = [(key, value) for key, value in ((TRACEPARENT, parent), (TRACESTATE, state)) if value is not None]
+    return (*(access.metadata or ()), *context) or None
 
 
 def to_message(prompt: Prompt, options: Options) -> pb.GenerateRequest:
@@ -307,7 +310,7 @@ def to_message(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     for option in fields(Options):
         value = getattr(options, option.name)
         target: Any = message if option.name in _OUTSIDE_SAMPLING else message.sampling
-        if value is None or option.name == TRACEPARENT:
+        if value is None or option.name in (TRACEPARENT, TRACESTATE):
             continue
         if option.name in _LISTS:
             # A lone string would be taken for its characters.

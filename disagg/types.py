@@ -127,7 +127,8 @@ class Request:
     `prior_output`: tokens that the client already has from an earlier attempt (empty at first). An engine continues
     after prompt + prior_output, and counts them against `sampling.max_tokens` and `min_tokens`.
     `arrival_s`: monotonic instant at the gateway. `deadline_s`: monotonic instant after which nobody wants the answer.
-    `cache_salt`: prefix caches share blocks only among requests of one salt. `traceparent`: W3C trace context, passed on; empty for none.
+    `cache_salt`: prefix caches share blocks only among requests of one salt. `traceparent` and
+    `tracestate`: W3C trace context, passed on; empty for none.
     """
 
     request_id: str
@@ -140,6 +141,7 @@ class Request:
     prior_output: tuple[int, ...] = ()
     cache_salt: str = ""
     traceparent: str = ""
+    tracestate: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -256,7 +258,7 @@ class Transfer:
     routes from 0. `source` names the outbox. `num_tokens` is the number of context tokens whose KV is staged.
     `token_hash` is `hash_tokens(context token ids)`; a reader refuses KV of other tokens. `form` is how the KV lies in the boxes and on the
     wire, as the two layouts agreed (kv/form.py). The reader has the first `first_token` tokens already: only the others move.
-    `traceparent`: as in the request.
+    `traceparent`, `tracestate`: as in the request.
     """
 
     transfer_id: str
@@ -267,6 +269,7 @@ class Transfer:
     form: str = "blocks"
     first_token: int = 0
     traceparent: str = ""
+    tracestate: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -346,7 +346,7 @@ class VllmEngine:
         reasoning = reasoning_arguments(request.sampling.structure)
         tokens = tokens_input(prompt, cache_salt=request.cache_salt or None)
         is_traced = request.traceparent and self._llm.observability_config.otlp_traces_endpoint is not None
-        headers = {"traceparent": request.traceparent} if is_traced else None
+        headers = {"traceparent": request.traceparent, "tracestate": request.tracestate} if is_traced else None
         add = self._llm.add_request(request.request_id, tokens, params, priority=priority, trace_headers=headers, **reasoning)
         adding = self._spawn(add)
         try:

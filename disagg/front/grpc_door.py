@@ -30,7 +30,7 @@ from disagg.pb.inference_pb2_grpc import InferenceServicer
 from disagg.policy.view import PoolView
 from disagg.serving.pace import Pace
 from disagg.serving.timeline import Timeline
-from disagg.tracing import TRACEPARENT, valid_traceparent
+from disagg.tracing import TRACESTATE, TraceContext, trace_context
 from disagg.types import FinishReason, Phase, PromptLogprobs, Request, Role, Route, Token, new_id
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class InferenceDoor(InferenceServicer):
                 self._limits,
                 arrival_s=arrival_s,
                 deadline_s=deadline_s,
-                traceparent=_traceparent(context),
+                context=_trace_context(context),
             )
             answer = _AnswerStream(context, request_id)
             if head.n == 1:
@@ -313,10 +313,10 @@ def _status(error: Exception, request_id: str) -> Status:
     return status_of(EngineError(f"request {request_id} failed by a fault of the gateway; its log has the details"))
 
 
-def _traceparent(context: Context) -> str:
-    metadata = context.invocation_metadata() or ()
-    given = next((value for key, value in metadata if key == TRACEPARENT), "")
-    return valid_traceparent(given) if isinstance(given, str) else ""
+def _trace_context(context: Context) -> TraceContext:
+    given = [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
+    states = ",".join(value for key, value in given if key == TRACESTATE)  # the header may come in parts
+    return trace_context(dict(given) | {TRACESTATE: states})
 
 
 def _deadline_s(context: Context, now_s: float) -> float | None:

@@ -35,7 +35,7 @@ from disagg.front.grpc_door import Coordinator, Pools
 from disagg.front.openai_errors import retry_after_s, to_vllm
 from disagg.front.openai_sampling import OutputTranslator, check_served, to_sampling
 from disagg.front.terms import CURRENT, Terms
-from disagg.tracing import TRACEPARENT, valid_traceparent
+from disagg.tracing import trace_context
 from disagg.types import Phase, Request
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ class GatewayClient(EngineClient):  # type: ignore[misc]
             arrival_s=arrival_s,
             deadline_s=terms.deadline_s if terms is not None else None,
             cache_salt=core.cache_salt or "",
-            traceparent=valid_traceparent((core.trace_headers or {}).get(TRACEPARENT, "")),
+            **trace_context(core.trace_headers or {}),
         )
 
     @staticmethod

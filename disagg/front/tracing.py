@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from disagg.serving.run import Run
-from disagg.tracing import TRACEPARENT, close_provider, context_of, make_provider, unix_ns
+from disagg.tracing import close_provider, context_of, make_provider, trace_context, unix_ns
 from disagg.types import Phase, Request
 
 
@@ -42,12 +42,12 @@ class Tracing:
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        parent = context_of(request.traceparent)
+        parent = context_of(request)
         began_s = request.arrival_s or time.monotonic()
         span = self._tracer.start_span("disagg.request", context=parent, kind=SpanKind.SERVER, start_time=unix_ns(began_s))
         carrier: dict[str, str] = {}
         TraceContextTextMapPropagator().inject(carrier, context=set_span_in_context(span))
-        return replace(request, traceparent=carrier[TRACEPARENT]), OpenTrace(span, began_s)
+        return replace(request, **trace_context(carrier)), OpenTrace(span, began_s)
 
     def end(self, trace: OpenTrace, run: Run) -> None:
         """Close the span of a run that ended, with a span per phase that it went through."""

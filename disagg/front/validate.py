@@ -16,6 +16,7 @@ from disagg.errors import InvalidRequestError, nearest
 from disagg.front.checks import between, number
 from disagg.front.validate_shape import Encode, check_unshaped, shape
 from disagg.pb import inference_pb2 as pb
+from disagg.tracing import TraceContext, trace_context
 from disagg.types import ModelInfo, Request, Sampling
 
 DEFAULT_MAX_TOKENS = Sampling().max_tokens
@@ -159,9 +160,12 @@ def to_request(
     *,
     arrival_s: float,
     deadline_s: float | None,
-    traceparent: str = "",
+    context: TraceContext | None = None,
 ) -> Request:
-    """The request that serving sees. `arrival_s` and `deadline_s` are monotonic instants. Raises InvalidRequestError."""
+    """The request that serving sees. `arrival_s` and `deadline_s` are monotonic instants, `context` is its trace's (disagg/tracing.py).
+
+    Raises InvalidRequestError.
+    """
     kept = head.truncate_prompt_tokens
     ids = check_token_ids(token_ids if kept is None else token_ids[-kept:], limits)
     room = limits.model.max_model_len - len(ids)
@@ -183,7 +187,7 @@ def to_request(
         arrival_s=arrival_s,
         deadline_s=deadline_s,
         cache_salt=head.cache_salt,
-        traceparent=traceparent,
+        **(context or trace_context({})),
     )
 
 

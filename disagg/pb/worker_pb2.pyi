@@ -252,7 +252,7 @@ class StepRecordMessage(_message.Message):
     def __init__(self, number: _Optional[int] = ..., seconds: _Optional[float] = ..., prefill_tokens: _Optional[int] = ..., prefill_pairs: _Optional[float] = ..., decode_requests: _Optional[int] = ..., context_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestMessage(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "prior_output", "sampling", "slo_class", "priority", "cache_salt", "traceparent")
+    __slots__ = ("request_id", "prompt_token_ids", "prior_output", "sampling", "slo_class", "priority", "cache_salt", "traceparent", "tracestate")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PRIOR_OUTPUT_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +261,7 @@ class RequestMessage(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     prior_output: _containers.RepeatedScalarFieldContainer[int]
@@ -269,7 +270,8 @@ class RequestMessage(_message.Message):
     priority: int
     cache_salt: str
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prior_output: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingMessage, _Mapping]] = ..., slo_class: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    tracestate: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prior_output: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingMessage, _Mapping]] = ..., slo_class: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class SamplingMessage(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "ignore_eos", "logprobs", "logprob_token_ids", "prompt_logprobs", "logit_bias", "bad_words", "allowed_token_ids", "structure")
@@ -345,7 +347,7 @@ class StructureMessage(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., spec: _Optional[str] = ..., any_whitespace: _Optional[bool] = ..., additional_properties: _Optional[bool] = ..., whitespace_pattern: _Optional[str] = ..., reasoning_ended: _Optional[bool] = ..., reasoning_json: _Optional[str] = ...) -> None: ...
 
 class TransferMessage(_message.Message):
-    __slots__ = ("transfer_id", "attempt", "source_worker", "source_epoch", "source_host_id", "source_endpoints", "num_tokens", "token_hash", "traceparent", "form")
+    __slots__ = ("transfer_id", "attempt", "source_worker", "source_epoch", "source_host_id", "source_endpoints", "num_tokens", "token_hash", "traceparent", "form", "tracestate")
     class SourceEndpointsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -363,6 +365,7 @@ class TransferMessage(_message.Message):
     TOKEN_HASH_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     FORM_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     attempt: int
     source_worker: str
@@ -373,7 +376,8 @@ class TransferMessage(_message.Message):
     token_hash: str
     traceparent: str
     form: str
-    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., source_worker: _Optional[str] = ..., source_epoch: _Optional[str] = ..., source_host_id: _Optional[str] = ..., source_endpoints: _Optional[_Mapping[str, str]] = ..., num_tokens: _Optional[int] = ..., token_hash: _Optional[str] = ..., traceparent: _Optional[str] = ..., form: _Optional[str] = ...) -> None: ...
+    tracestate: str
+    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., source_worker: _Optional[str] = ..., source_epoch: _Optional[str] = ..., source_host_id: _Optional[str] = ..., source_endpoints: _Optional[_Mapping[str, str]] = ..., num_tokens: _Optional[int] = ..., token_hash: _Optional[str] = ..., traceparent: _Optional[str] = ..., form: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class PrefillReply(_message.Message):
     __slots__ = ("first", "finish", "cached_tokens", "prompt_logprobs")

@@ -28,6 +28,7 @@ from disagg.serving.coordinator_queue import CoordinatorQueue
 from disagg.serving.decision_log import DecisionLog
 from disagg.serving.pool import Pool, Reservation
 from disagg.serving.run import Run
+from disagg.tracing import TraceContext
 from disagg.types import Chunk, FinishReason, ModelInfo, Phase, Request, Transfer, new_id
 
 log = logging.getLogger(__name__)
@@ -220,7 +221,8 @@ class Coordinator:
 def _transfer(run: Run, request: Request, source: Worker, form: str) -> Transfer:
     tokens = request.prompt_token_ids + request.prior_output
     digest = hash_tokens(tokens)
-    return Transfer(new_id(), run.attempts - 1, source.address, len(tokens), digest, form, traceparent=request.traceparent)
+    trace = TraceContext(traceparent=request.traceparent, tracestate=request.tracestate)
+    return Transfer(new_id(), run.attempts - 1, source.address, len(tokens), digest, form, **trace)
 
 
 def _first_token(run: Run, phase: Phase) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from disagg.errors import DisaggError
 from disagg.tracing import close_provider, context_of, make_provider, unix_ns
+from disagg.types import Request, Transfer
 
 
 class WorkerSpans:
@@ -27,9 +28,9 @@ class WorkerSpans:
         return cls(make_provider(endpoint, worker) if endpoint is not None else None, worker)
 
     @contextlib.contextmanager
-    def span(self, name: str, traceparent: str, **attributes: str | int) -> Iterator[None]:
+    def span(self, name: str, below: Request | Transfer, **attributes: str | int) -> Iterator[None]:
         """Covers the block. A request without a trace leaves no span. How it failed, or that it was cancelled, is the span's status."""
-        if self._tracer is None or not traceparent:
+        if self._tracer is None or not below.traceparent:
             yield
             return
         began_s = time.monotonic()
@@ -43,14 +44,14 @@ class WorkerSpans:
             outcome = type(error).__name__
             raise
         finally:
-            self._add(name, traceparent, began_s, outcome, attributes)
+            self._add(name, below, began_s, outcome, attributes)
 
-    def _add(self, name: str, traceparent: str, began_s: float, outcome: str, attributes: dict[str, str | int]) -> None:
+    def _add(self, name: str, below: Request | Transfer, began_s: float, outcome: str, attributes: dict[str, str | int]) -> None:
         from opentelemetry.trace import Status, StatusCode
 
         assert self._tracer is not None
         every = {"disagg.worker": self._worker, "disagg.outcome": outcome, **{f"disagg.{key}": value for key, value in attributes.items()}}
-        span = self._tracer.start_span(name, context=context_of(traceparent), start_time=unix_ns(began_s), attributes=every)
+        span = self._tracer.start_span(name, context=context_of(below), start_time=unix_ns(began_s), attributes=every)
         if outcome not in ("done", "cancelled"):
             span.set_status(Status(StatusCode.ERROR, outcome))
         span.end()

@@ -175,7 +175,7 @@ class Attachment:
                 case "fetch":
                     asked, transfer = command.fetch, wire.transfer_from_wire(command.fetch.transfer)
                     known = wire.request_from_wire(asked.request) if asked.HasField("request") else None
-                    with self._spans.span("disagg.worker.fetch", transfer.traceparent, transfer_id=transfer.transfer_id):
+                    with self._spans.span("disagg.worker.fetch", transfer, transfer_id=transfer.transfer_id):
                         await self._worker.fetch(transfer, known, self.gateway_id)
                 case "release":
                     await self._worker.release(wire.transfer_from_wire(command.release))
@@ -219,7 +219,7 @@ class Attachment:
         named: dict[str, str | int] = {"request_id": request.request_id, "context_tokens": request.num_context_tokens}
         if transfer is not None:
             named["transfer_id"] = transfer.transfer_id
-        return self._spans.span(f"disagg.worker.{what}", request.traceparent, **named)
+        return self._spans.span(f"disagg.worker.{what}", request, **named)
 
     def _check(self) -> None:
         if not self._worker.is_alive:

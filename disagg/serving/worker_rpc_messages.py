@@ -6,6 +6,7 @@ import time
 from dataclasses import fields
 
 from disagg.pb import worker_pb2 as pb
+from disagg.tracing import TraceContext
 from disagg.types import (
     CacheChange,
     Chunk,
@@ -115,6 +116,7 @@ def request_to_wire(request: Request) -> pb.RequestMessage:
         priority=request.priority,
         cache_salt=request.cache_salt,
         traceparent=request.traceparent,
+        tracestate=request.tracestate,
     )
 
 
@@ -130,6 +132,7 @@ def request_from_wire(m: pb.RequestMessage) -> Request:
         prior_output=tuple(m.prior_output),
         cache_salt=m.cache_salt,
         traceparent=m.traceparent,
+        tracestate=m.tracestate,
     )
 
 
@@ -145,13 +148,15 @@ def transfer_to_wire(transfer: Transfer) -> pb.TransferMessage:
         num_tokens=transfer.num_tokens,
         token_hash=transfer.token_hash,
         traceparent=transfer.traceparent,
+        tracestate=transfer.tracestate,
         form=transfer.form,
     )
 
 
 def transfer_from_wire(m: pb.TransferMessage) -> Transfer:
     source = KvAddress(m.source_worker, m.source_epoch, m.source_host_id, tuple(m.source_endpoints.items()))
-    return Transfer(m.transfer_id, m.attempt, source, m.num_tokens, m.token_hash, m.form, traceparent=m.traceparent)
+    context = TraceContext(traceparent=m.traceparent, tracestate=m.tracestate)
+    return Transfer(m.transfer_id, m.attempt, source, m.num_tokens, m.token_hash, m.form, **context)
 
 
 def token_to_wire(token: Token) -> pb.StepToken:

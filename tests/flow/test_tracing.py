@@ -23,13 +23,15 @@ from disagg.client import AsyncClient
 from disagg.errors import DisaggError, InvalidRequestError, RejectedError
 from disagg.front.observed import ObservedCoordinator
 from disagg.front.tracing import Tracing
+from disagg.pb import inference_pb2 as pb
 from disagg.serving.spans import WorkerSpans
-from disagg.tracing import valid_traceparent
+from disagg.tracing import valid_traceparent, valid_tracestate
 from disagg.types import Request
 from tests.builders import Cluster, cluster, sim_topology
 from tests.flow.test_gateway import served
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+STATE = "rojo=00f067aa0ba902b7,tenant@congo=t61rcWkgMzE"
 
 
 class Recorder:
@@ -149,7 +151,7 @@ async def test_one_request_is_one_trace_at_a_collector() -> None:
     """By OTLP, over a socket: from the gateway and from both workers, each under its own name."""
     async with collector() as (found, endpoint):
         async with served(exporting_to(endpoint)) as s:
-            await s.client.generate([1, 2, 3], max_tokens=4, traceparent=PARENT)
+            await s.client.generate([1, 2, 3], max_tokens=4, traceparent=PARENT, tracestate=STATE)
         owners = {name: owner for name, (owner, _) in found.spans.items()}
         gateway = dict.fromkeys(
             ("disagg.request", "disagg.queue", "disagg.prefill", "disagg.transfer", "disagg.decode"), exporting_to(endpoint).name
@@ -158,6 +160,7 @@ async def test_one_request_is_one_trace_at_a_collector() -> None:
         assert owners == gateway | workers
         spans = {name: span for name, (_, span) in found.spans.items()}
         assert {span.trace_id.hex() for span in spans.values()} == {PARENT.split("-")[1]}
+        assert {span.trace_state for span in spans.values()} == {STATE}
         root = spans.pop("disagg.request")
         assert root.parent_span_id.hex() == PARENT.split("-")[2]
         assert {span.parent_span_id for span in spans.values()} == {root.span_id}
@@ -177,6 +180,32 @@ async def test_a_context_that_is_none_is_named_by_the_client() -> None:
     async with AsyncClient("127.0.0.1:9") as client:
         with pytest.raises(DisaggError, match="traceparent"):
             await client.generate([1], traceparent="mine")
+        for context in ({"traceparent": PARENT, "tracestate": "mine"}, {"tracestate": STATE}):
+            with pytest.raises(DisaggError, match="tracestate"):
+                await client.generate([1], **context)
+
+
+async def test_a_context_reaches_both_workers_whole_without_a_collector() -> None:
+    """In parts, as gRPC metadata and HTTP headers may repeat a name; and a state of nothing we know is dropped, not the request."""
+    async with served(sim_topology()) as s:
+        seen: list[tuple[str, str]] = []
+        for name, server in s.cluster.workers.items():
+            worker = server.worker
+            ask = worker.prefill if name.startswith("prefill") else worker.fetch
+
+            async def watched(first: Any, *more: Any, ask: Any = ask) -> Any:
+                seen.append((first.traceparent, first.tracestate))
+                return await ask(first, *more)
+
+            setattr(worker, "prefill" if name.startswith("prefill") else "fetch", watched)
+        for states, want in ((STATE.split(","), STATE), (["no state"], ""), (["a=1"] * 33, "")):
+            call: Any = s.client._stub.Generate(
+                pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2, 3])),
+                metadata=(("traceparent", PARENT), *(("tracestate", state) for state in states)),
+            )
+            assert [part async for part in call]
+            assert seen == [(PARENT, want)] * 2
+            seen.clear()
 
 
 @pytest.mark.parametrize(
@@ -194,3 +223,19 @@ async def test_a_context_that_is_none_is_named_by_the_client() -> None:
 )
 def test_only_a_well_formed_context_is_taken(text: str, is_valid: bool) -> None:
     assert valid_traceparent(text) == (text if is_valid else "")
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (STATE, STATE),
+        (" a=1 ,, b=2", "a=1,b=2"),
+        ("a=1=2", ""),
+        ("A=1", ""),
+        ("a=" + "x" * 600, ""),
+        ("a=\n", ""),
+        ("", ""),
+    ],
+)
+def test_only_a_well_formed_state_is_taken(text: str, kept: str) -> None:
+    assert valid_tracestate(text) == kept

@@ -62,7 +62,7 @@ def test_every_sampling_field_that_engines_see_crosses() -> None:
         if field.name not in FRONT_ONLY:
             assert getattr(FULL, field.name) != getattr(default, field.name), f"{field.name} needs an unusual value in this test"
     for sampling in (FULL, default):
-        request = Request("r", (1, 2), sampling, prior_output=(3,), cache_salt="s", traceparent="t")
+        request = Request("r", (1, 2), sampling, prior_output=(3,), cache_salt="s", traceparent="t", tracestate="u")
         there = request_from_wire(request_to_wire(request))
         assert dataclasses.replace(there, arrival_s=0.0) == request
 
