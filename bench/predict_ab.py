@@ -48,7 +48,7 @@ def foreseen(rows: Sequence[Row], live: Topology, topology: Topology, profile: P
     requests = tuple(TraceRequest(begins_s[r.round] + r.sent_s, r.input_tokens, r.max_output_tokens, r.slo_class) for r in sent)
     model = simulated_model_info(topology.simulated(next(iter(topology.active_pools()))), topology.model)
     report = Simulation(topology, requests, world, dispatcher=make_dispatcher(live, model, load_shape(profile.model_name))).run()
-    made = sim_rows(SimulatedArm(rows[0].arm, topology, report), "measured")
+    made = sim_rows(SimulatedArm(rows[0].arm, topology, report, rows[0].rate_rps or 0.0), "measured")
     return [_of_round(row, real, begins_s[real.round]) for row, real in zip(made, sent, strict=True)]
 
 

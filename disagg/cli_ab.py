@@ -111,7 +111,7 @@ def ab(
         wanted,
         resident=_stays_up(chosen) and address is None if resident is None else resident,
         arms=chosen,
-        rates=_numbers(rates),
+        rates=rates_of(rates),
         search=RangeSearch(points=points) if sweep else None,
         rounds=rounds,
         most_rounds=max_rounds,
@@ -179,7 +179,8 @@ def _stays_up(arms: tuple[Arm, ...]) -> bool:
     return can_be_resident(deployed(arms), free_memory_bytes())
 
 
-def _numbers(text: str | None) -> tuple[float, ...]:
+def rates_of(text: str | None) -> tuple[float, ...]:
+    """Of --rates. Raises ConfigError."""
     from disagg.errors import ConfigError
 
     try:

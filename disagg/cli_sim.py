@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from disagg.config import Topology
+    from collections.abc import Sequence
+
+    from disagg.ab.trace_plan import AnyWorkload
+    from disagg.config import SloClass, Topology
     from disagg.perf.profile import Profile
     from disagg.sim.settings import SimSettings
     from disagg.trace import Trace
@@ -25,6 +29,9 @@ def sim(
     workload: str = typer.Option("sim-mixed", "--workload", help="A shipped workload's or trace workload's name, or a file."),
     modes: list[str] = typer.Option([], "--mode", help="disagg, colocated or adaptive; repeatable; default: the topology's."),
     rate: float = typer.Option(1.0, "--rate", help="Send this many times as fast: arrivals are divided by it."),
+    rates: str | None = typer.Option(
+        None, "--rates", metavar="A,B,...", help="Requests per second to simulate, the workload scaled to each, as in disagg ab."
+    ),
     goodput: bool = typer.Option(False, "--goodput", help="Find the highest rate at which 90 % of requests are inside their class."),
     out: Path = typer.Option(Path("out/sim"), "--out", help="Where result.json and requests.jsonl go; an older result there moves away."),
     traces: Path | None = typer.Option(None, "--traces", help="Folder of trace files; default: $DISAGG_TRACES."),
@@ -43,33 +50,60 @@ def sim(
     settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help="Override a key of the topology, dotted; repeatable."),
 ) -> None:
     """Simulate: seconds of computing for hours of traffic; the same requests, rows and figures as `disagg ab`, marked simulated."""
-    from disagg.ab.trace_workload import load_any_workload, workload_trace
+    from disagg.ab.trace_workload import load_any_workload
+    from disagg.cli_ab import rates_of
     from disagg.cli_up import overrides_of
     from disagg.config import load_topology
     from disagg.engine.simulated_settings import profiled_topology
+    from disagg.errors import ConfigError
     from disagg.perf.profile import load_profile
     from disagg.sim.settings import SimSettings
-    from disagg.trace import Scaling, scale
 
+    if rates is not None and (goodput or rate != 1.0):
+        raise ConfigError(key="--rates", value=rates, expected="neither --rate nor --goodput beside it: it names each rate itself")
     loaded = load_topology(topology, overrides_of(settings))
     measured = None
     if profile is not None:
         loaded, measured = profiled_topology(loaded, profile), load_profile(profile)
     arms = {mode: loaded.with_mode(_mode(mode)) for mode in modes or [loaded.mode]}
     wanted = load_any_workload(workload)
-    trace = workload_trace(wanted, loaded.slo_classes, traces, seed=seed)
+    sent = _traces(wanted, loaded.slo_classes, traces, seed, 1.0 if goodput else rate, rates_of(rates))
     world = SimSettings(
         network_s=network_ms / 1e3,
         **_link(link_gbps, measured),
         timeout_s=wanted.timeout_s,
-        prefix_block_tokens=trace.prefix_block_tokens,
+        prefix_block_tokens=next(iter(sent.values())).prefix_block_tokens,
         max_tokens=max_tokens,
     )
     if goodput:
-        _print_goodput(arms, trace, world, rate)
+        _print_goodput(arms, next(iter(sent.values())), world, rate)
     else:
-        sent = scale(trace, Scaling(rate_factor=rate)) if rate != 1.0 else trace
         _print_result(arms, sent, world, wanted.model_dump(mode="json", exclude_none=True), out, report)
+
+
+def _traces(
+    workload: AnyWorkload, classes: Sequence[SloClass], folder: Path | None, seed: int | None, factor: float, rates: Sequence[float]
+) -> dict[float, Trace]:
+    """What is sent, by mean requests/s: the workload at each of `rates` as `disagg ab` scales it, or else `factor` times as fast.
+
+    Raises ConfigError.
+    """
+    from disagg.ab.rules import rounded
+    from disagg.ab.trace_workload import workload_trace
+    from disagg.ab.workload import Workload, faster, mean_rate_rps
+    from disagg.errors import ConfigError
+    from disagg.trace import Scaling, scale
+
+    trace = workload_trace(workload, classes, folder, seed=seed)
+    own_rps = mean_rate_rps(workload) if isinstance(workload, Workload) else trace.mean_rate_rps
+    if not rates:
+        return {rounded(own_rps * factor): scale(trace, Scaling(rate_factor=factor)) if factor != 1.0 else trace}
+    for rate in rates:
+        if not 0 < rate < 1e6:
+            raise ConfigError(key="--rates", value=rate, expected="requests per second above 0, separated by commas")
+    if isinstance(workload, Workload):
+        return {rate: workload_trace(faster(workload, rate / own_rps), classes, seed=seed) for rate in sorted(map(rounded, rates))}
+    return {rate: scale(trace, Scaling(rate_factor=rate / own_rps)) for rate in sorted(map(rounded, rates))}
 
 
 def _link(link_gbps: float | None, measured: Profile | None) -> dict[str, Any]:
@@ -89,7 +123,9 @@ def _mode(name: str) -> Any:
     return Mode(name)
 
 
-def _print_result(arms: dict[str, Topology], trace: Trace, world: SimSettings, workload: dict[str, Any], out: Path, report: bool) -> None:
+def _print_result(
+    arms: dict[str, Topology], sent: dict[float, Trace], world: SimSettings, workload: dict[str, Any], out: Path, report: bool
+) -> None:
     from rich.console import Console
 
     from disagg.ab.out import OutFolder
@@ -98,12 +134,16 @@ def _print_result(arms: dict[str, Topology], trace: Trace, world: SimSettings, w
     from disagg.ab.table import WIDTH, render
 
     folder = OutFolder(out)
-    simulated = simulate_arms(arms, trace, world)
-    rows = {arm.name: list(sim_rows(arm, trace.name)) for arm in simulated}
+    simulated = []
+    with Console(stderr=True, highlight=False).status("") as status:
+        for rate_rps, trace in sent.items():
+            status.update(f"simulating {len(trace.requests):,} requests at {rate_rps:g}/s")
+            simulated += simulate_arms(arms, trace, world, rate_rps)
+    trace = next(iter(sent.values()))
+    rows = {name: [row for arm in simulated if arm.name == name for row in sim_rows(arm, trace.name)] for name in arms}
     with RowFile(folder.requests) as file:
-        for arm in simulated:
-            for row in rows[arm.name]:
-                file.append(row)
+        for row in itertools.chain.from_iterable(rows.values()):
+            file.append(row)
     result = simulated_result(simulated, rows, trace, workload, world)
     folder.write_result(result.to_json())
     console = Console(highlight=False)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from disagg.ab.arms import Arm, setup_of
-from disagg.ab.conclude import conclude
+from disagg.ab.conclude import conclude, curves
 from disagg.ab.environment import describe
-from disagg.ab.result import Result, RoundReport, arm_figures
+from disagg.ab.result import PointReport, Result, RoundReport, arm_figures
 from disagg.ab.rows import Row
-from disagg.config import Topology
+from disagg.config import SloClass, Topology
 from disagg.sim.cluster import simulate
 from disagg.sim.outcome import Outcome, SimReport
 from disagg.sim.settings import SimSettings
@@ -24,24 +24,25 @@ _DIGITS = 6  # of instants, as in the A/B's rows
 
 @dataclass(frozen=True, slots=True)
 class SimulatedArm:
-    """One arm's run: its name, topology and report."""
+    """One arm's run at one rate: its name, topology and report. `rate_rps`: mean requests per second that were sent."""
 
     name: str
     topology: Topology
     report: SimReport
+    rate_rps: float
 
 
-def simulate_arms(topologies: Mapping[str, Topology], trace: Trace, settings: SimSettings) -> list[SimulatedArm]:
-    """The same trace through each topology. Raises ConfigError."""
-    return [SimulatedArm(name, topology, simulate(topology, trace.requests, settings)) for name, topology in topologies.items()]
+def simulate_arms(topologies: Mapping[str, Topology], trace: Trace, settings: SimSettings, rate_rps: float) -> list[SimulatedArm]:
+    """The same trace, which asks for `rate_rps`, through each topology. Raises ConfigError."""
+    return [SimulatedArm(name, topology, simulate(topology, trace.requests, settings), rate_rps) for name, topology in topologies.items()]
 
 
 def sim_rows(arm: SimulatedArm, stream: str) -> Iterator[Row]:
     """One row a request, in the order in which they were sent."""
-    return (_row(arm.name, stream, outcome) for outcome in arm.report.outcomes)
+    return (_row(arm, stream, outcome) for outcome in arm.report.outcomes)
 
 
-def _row(arm: str, stream: str, o: Outcome) -> Row:
+def _row(arm: SimulatedArm, stream: str, o: Outcome) -> Row:
     assert o.status is not None
     assert o.end_s is not None
     whole = o.is_whole
@@ -51,8 +52,9 @@ def _row(arm: str, stream: str, o: Outcome) -> Row:
     if whole and o.transferred_s is not None and o.first_token_s is not None:
         transfer_s = max(0.0, o.transferred_s - (o.first_token_s - o.way_back_s / 2))
     return Row(
-        arm=arm,
+        arm=arm.name,
         round=1,
+        rate_rps=arm.rate_rps,
         index=o.index,
         stream=stream,
         slo_class=o.slo_class,
@@ -79,25 +81,46 @@ def _row(arm: str, stream: str, o: Outcome) -> Row:
 def simulated_result(
     arms: Sequence[SimulatedArm], rows: Mapping[str, Sequence[Row]], trace: Trace, workload: Mapping[str, Any], settings: SimSettings
 ) -> Result:
-    """result.json of a simulation. `rows`: by arm's name. The verdict compares all arms; nothing drifts in a simulation."""
+    """result.json of a simulation. `arms`: each arm once for each rate; `rows`: by arm's name, of all rates.
+
+    The verdict compares all arms; nothing drifts in a simulation.
+    """
     classes = arms[0].topology.slo_classes
-    environment = describe({arm.name: arm.topology for arm in arms}, resident=False)
+    points = [_point(rate, [arm for arm in arms if arm.rate_rps == rate], rows, classes) for rate in sorted({arm.rate_rps for arm in arms})]
+    verdict, reference_rps = conclude(rows, classes, simulated=True)
+    reference = next(point for point in points if point.rate_rps == reference_rps)
+    topologies = {arm.name: arm.topology for arm in arms}
+    setups = {name: setup_of(Arm(name, topology.mode, topology)) for name, topology in topologies.items()}
+    environment = describe(topologies, resident=False)
     environment |= {
         "simulated": True,
         "simulation": asdict(settings),
         "trace_notes": list(trace.notes),
-        "workers": {arm.name: [asdict(w) for w in arm.report.workers] for arm in arms},
+        "workers": {arm.name: [asdict(w) for w in arm.report.workers] for arm in arms if arm.rate_rps == reference_rps},
     }
-    figures = {arm.name: arm_figures(rows[arm.name], classes, [arm.report.mean_in_flight]) for arm in arms}
     return Result(
         schema=2,
         workload=dict(workload),
         environment=environment,
-        setups={arm.name: setup_of(Arm(arm.name, arm.topology.mode, arm.topology)) for arm in arms},
-        rounds=[RoundReport(round=1, order=[arm.name for arm in arms], sender={})],
-        arms=figures,
-        verdict=conclude(rows, classes, simulated=True)[0],
+        setups=setups,
+        points=points,
+        rate_rps=reference_rps,
+        rounds=reference.rounds,
+        arms=reference.arms,
+        curves=curves(rows, points, setups, classes),
+        verdict=verdict,
         warnings=[
             "simulated: no engine ran; step times are the roofline's or a profile's, links and messages as set in environment.simulation"
         ],
+    )
+
+
+def _point(rate_rps: float, arms: Sequence[SimulatedArm], rows: Mapping[str, Sequence[Row]], classes: Sequence[SloClass]) -> PointReport:
+    own = {arm.name: [row for row in rows[arm.name] if row.rate_rps == rate_rps] for arm in arms}
+    return PointReport(
+        rate_rps=rate_rps,
+        probe=False,
+        rounds=[RoundReport(round=1, order=[arm.name for arm in arms], sender={})],
+        arms={arm.name: arm_figures(own[arm.name], classes, [arm.report.mean_in_flight]) for arm in arms},
+        stopped="simulated: another round would be the same",
     )

@@ -26,7 +26,7 @@ def test_what_the_simulator_measured_it_foresees(tmp_path: Path) -> None:
     topology, measured = profiled_topology(live, file), load_profile(file)
     requests = tuple(replace(r, slo_class="chat") for r in poisson(0.5, 6, 200, 10))
     world = SimSettings(kv_bytes_per_token=23_040, timeout_s=60, link_bandwidth=3e9, link_latency_s=2e-3)
-    (arm,) = simulate_arms({"disagg": topology}, Trace("made", requests), world)
+    (arm,) = simulate_arms({"disagg": topology}, Trace("made", requests), world, 1.0)
     first = list(sim_rows(arm, "s"))
     rounds = [*first, *[replace(row, round=2) for row in first]]
     found = foreseen(rounds, live, topology, measured, 60)

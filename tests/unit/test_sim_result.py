@@ -37,7 +37,7 @@ def test_rows_and_figures_agree_with_the_simulation() -> None:
     trace = Trace("t", tuple(poisson(5.0, 120, 700, 40)))
     topologies = {mode: sim_topology(mode, prefill=2, decode=2) for mode in ("disagg", "colocated")}
     settings = SimSettings()
-    arms = simulate_arms(topologies, trace, settings)
+    arms = simulate_arms(topologies, trace, settings, 5.0)
     rows = {arm.name: list(sim_rows(arm, trace.name)) for arm in arms}
     result = simulated_result(arms, rows, trace, {"name": "t"}, settings)
     for arm in arms:
@@ -66,6 +66,35 @@ def test_command_line_writes_what_the_ab_writes(tmp_path: Path, trace_workload: 
     assert result.arms["disagg"].sent == 40
     assert len(read_rows(out / "requests.jsonl")) == 80
     assert json.loads((out / "result.json").read_text())["environment"]["simulated"] is True
+
+
+def test_several_rates_in_one_call_give_what_an_ab_with_rates_gives(tmp_path: Path) -> None:
+    (tmp_path / "w.yaml").write_text(
+        "name: w\nduration_s: 20\n"
+        "streams: [{name: s, arrivals: {poisson_per_s: 2}, input_tokens: 4000, output_tokens: 20, slo_class: chat}]\n"
+    )
+    out = tmp_path / "out"
+    small = ["--set", "pools.prefill.count=1", "--set", "pools.decode.count=1", "--set", "pools.colocated.count=2"]
+    arguments = ["sim", str(TOPOLOGY), "--workload", str(tmp_path / "w.yaml"), "--mode", "disagg", "--mode", "colocated", *small]
+    ran = CliRunner().invoke(app, [*arguments, "--rates", "12,1,4", "--no-report", "--out", str(out)])
+    assert ran.exit_code == 0, ran.output
+    result, rows = read_result(out / "result.json"), read_rows(out / "requests.jsonl")
+    assert [point.rate_rps for point in result.points] == [1.0, 4.0, 12.0]
+    asked = [point.arms["disagg"].sent for point in result.points]
+    assert asked == [sum(row.rate_rps == rate and row.arm == "disagg" for row in rows) for rate in (1.0, 4.0, 12.0)]
+    assert asked[2] > 2 * asked[1] > 4 * asked[0], "streams send for as long at every rate"
+    assert result.rate_rps in (1.0, 4.0)
+    assert result.arms == next(point.arms for point in result.points if point.rate_rps == result.rate_rps)
+    assert {name: curve.goodput_bound for name, curve in result.curves.items()} == {"disagg": "within", "colocated": "within"}
+
+
+@pytest.mark.parametrize(
+    "options", [["--rates", "2,-1"], ["--rates", "two"], ["--rates", "2", "--rate", "3"], ["--rates", "2", "--goodput"]]
+)
+def test_rates_that_cannot_be_are_named(options: list[str]) -> None:
+    ran = CliRunner().invoke(app, ["sim", str(TOPOLOGY), *options])
+    assert ran.exit_code == 2
+    assert "--rates" in ran.stderr
 
 
 def test_command_line_finds_the_goodput(trace_workload: Path) -> None:
