@@ -56,21 +56,27 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 # Quick and pure first, real engines last; the first failure ends it. What runs in processes or against a clock gets a second try, because
-# machines are shared: a fault fails twice. The pure tests get none. $(JOBS) files run at a time, but not what compares a clock's readings
-# (`timed`) or wants all cores for itself. Of real engines one computes at a time in most tests, and it takes one core.
+# machines are shared: a fault fails twice. The pure tests get none. $(JOBS) files run at a time, one more where tests wait for processes half
+# of their time, but not what compares a clock's readings (`timed`) or wants all cores for itself. The byte code is compiled once, for the
+# hundreds of processes that tests start, where PYTHONDONTWRITEBYTECODE keeps them from it.
 JOBS ?= 2
+WAITING_JOBS ?= $(shell echo $$(($(JOBS) + 1)))
 ALONE ?= timed
 PYTEST := $(BIN)/python -m pytest -x --durations 10
-SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
-test: setup lint
-	@echo "==> pytest: the pure parts"
-	$(PYTEST) $(SIDE_BY_SIDE) $(PYTEST_ARGS) tests/unit
+SIDE_BY_SIDE := --dist loadfile --no-loadscope-reorder
+test: setup
+	@$(BIN)/python -m compileall -q disagg bench tests
+	$(MAKE) --no-print-directory -j 2 lint unit
 	echo "==> pytest: contracts, and the whole with simulated engines, over Ray too"
-	$(PYTEST) --reruns 1 $(SIDE_BY_SIDE) -m "not ($(ALONE))" $(PYTEST_ARGS) tests/contracts tests/flow
+	$(PYTEST) --reruns 1 -n $(WAITING_JOBS) $(SIDE_BY_SIDE) -m "not ($(ALONE))" $(PYTEST_ARGS) tests/contracts tests/flow
 	echo "==> pytest: against a clock, or with all cores"
 	$(PYTEST) --reruns 1 -m "$(ALONE)" $(PYTEST_ARGS) tests/contracts tests/flow
 	echo "==> pytest: real engines"
-	$(PYTEST) --reruns 1 $(SIDE_BY_SIDE) $(PYTEST_ARGS) tests/e2e
+	$(PYTEST) --reruns 1 -n $(WAITING_JOBS) $(SIDE_BY_SIDE) $(PYTEST_ARGS) tests/e2e
+
+unit: $(STAMP)
+	@echo "==> pytest: the pure parts"
+	$(PYTEST) -n $(JOBS) $(SIDE_BY_SIDE) $(PYTEST_ARGS) tests/unit
 
 proto: $(STAMP)
 	@echo "==> generating disagg/pb"

@@ -32,7 +32,8 @@ REFERENCE_STEP_S = 0.019
 LONE_INPUT_TOKENS, LONE_OUTPUT_TOKENS = 768, 16
 FEWEST_TOKENS = 4
 CHUNK_STEP_TOKENS = 32  # vLLM's attention on CPUs works on blocks of so many
-CHUNK_KEYS = ("max_num_batched_tokens", "long_prefill_token_threshold")
+SMALLEST_CHUNK_TOKENS = 64  # of smaller steps a fixed cost is the larger part
+CHUNK_KEY, LONG_PROMPT_KEY = "max_num_batched_tokens", "long_prefill_token_threshold"
 TIMEOUT_S = 300.0
 
 
@@ -106,12 +107,17 @@ def _slower(slo_class: SloClass, speed: Speed) -> SloClass:
 
 
 def _chunks(args: dict[str, Any], usual_seqs: Any, factor: float) -> dict[str, int]:
-    """The chunk arguments among `args`, shorter: whole CHUNK_STEP_TOKENS, and a step still holds a token of each sequence."""
-    shorter = {key: max(1, int(args[key] * factor / CHUNK_STEP_TOKENS)) * CHUNK_STEP_TOKENS for key in CHUNK_KEYS if args.get(key)}
-    chunk_key = CHUNK_KEYS[0]
-    if chunk_key in shorter and isinstance(seqs := args.get("max_num_seqs", usual_seqs), int):
-        shorter[chunk_key] = max(shorter[chunk_key], -(-seqs // CHUNK_STEP_TOKENS) * CHUNK_STEP_TOKENS)
-    return {key: min(value, args[key]) for key, value in shorter.items()}
+    """The chunk arguments among `args`, shorter. A step still holds a token of each sequence, and a long prompt leaves room in it."""
+    chunk, long_prompt = args.get(CHUNK_KEY), args.get(LONG_PROMPT_KEY)
+    if chunk is None:
+        return {}
+    seqs = args.get("max_num_seqs", usual_seqs)
+    least = max(SMALLEST_CHUNK_TOKENS, -(-seqs // CHUNK_STEP_TOKENS) * CHUNK_STEP_TOKENS if isinstance(seqs, int) else 0)
+    shorter = min(chunk, max(least, round(chunk * factor / CHUNK_STEP_TOKENS) * CHUNK_STEP_TOKENS))
+    if not long_prompt:
+        return {CHUNK_KEY: shorter}
+    part = max(1, int(shorter * long_prompt / chunk / CHUNK_STEP_TOKENS)) * CHUNK_STEP_TOKENS
+    return {CHUNK_KEY: shorter, LONG_PROMPT_KEY: min(part, long_prompt)}
 
 
 def lone_worker(topology: Topology) -> Arm:

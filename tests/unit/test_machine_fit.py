@@ -62,6 +62,13 @@ def test_chunks_shrink_with_the_prompts_and_targets_grow_with_the_step(topology:
     assert found.pools.prefill.count == 1
 
 
+@pytest.mark.parametrize("slower", [1.5, 3, 4.7, 5.5, 8, 20, 300])
+def test_a_long_prompt_leaves_room_in_each_step(topology: Topology, slower: float):
+    args = fitted_topology(topology, Speed(REFERENCE_PREFILL_TOKENS_PER_S / slower, REFERENCE_STEP_S, 1)).engine_args(Role.PREFILL)
+    assert 32 <= args["long_prefill_token_threshold"] <= args["max_num_batched_tokens"] - 32
+    assert args["max_num_batched_tokens"] == max(64, round(512 / slower / 32) * 32)
+
+
 def test_a_step_still_holds_a_token_of_each_sequence(topology: Topology):
     raw = topology.model_dump()
     raw["pools"]["decode"]["args"]["max_num_seqs"] = 200
