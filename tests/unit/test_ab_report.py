@@ -23,6 +23,7 @@ from disagg.ab.phases import phases
 from disagg.ab.replay import load_recording
 from disagg.ab.report.busy import busy_workers
 from disagg.ab.report.pick import same_requests
+from disagg.ab.report.style import log_ticks
 from disagg.ab.result import PointReport, Result, RoundReport, SetupReport, arm_figures, classes_of, priced, read_result
 from disagg.ab.rows import Row, RowFile, read_rows
 from disagg.cli import app
@@ -127,6 +128,18 @@ def test_the_page_is_one_file_with_the_verdict_first_and_an_alternative_for_ever
     pngs = {p.name for p in (folder / "plots").glob("*.png")}
     assert {"attainment.png", "distributions.png", "latency-throughput.png", "timeline.png", "utilisation.png"} <= pngs
     assert read_result(folder / "result.json").arms["disagg"].cost_per_million_output_tokens is not None
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(130, 450, [150, 200, 300]), (100, 700, [100, 200, 500]), (0.001, 1, [0.001, 0.01, 0.1, 1]), (170, 180, [171, 175, 179])],
+)
+def test_a_logarithmic_axis_has_a_few_round_numbers(low: float, high: float, expected: list[float]):
+    assert log_ticks(low, high) == pytest.approx(expected)
+
+
+def test_a_long_logarithmic_axis_has_seven_at_most():
+    assert len(log_ticks(0.0, 1e6)) <= 7
 
 
 def test_the_cost_of_tokens(folder: Path):

@@ -36,7 +36,7 @@ def effects(comparisons: Sequence[ComparisonReport]) -> Plot | None:
             axis.plot([min(centre, 400.0)], [place], marker=marker, color=colour, markersize=5)
         axis.set_yticks(range(len(shown)), [_name(c) for c in reversed(shown)], fontsize=8)
         axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_xlabel(f"{first} against {second}, % (grey, dotted: no difference shown)")
+        axis.set_xlabel(f"{first} against {second}, %\n(grey, dotted: no difference shown)")
         alt = "; ".join(
             f"{_name(c)}: {100 * (c.values[0] / c.values[1] - 1):+.0f} %, better: {c.better or 'no difference shown'}" for c in shown
         )

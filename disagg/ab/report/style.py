@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,13 +96,31 @@ def drawing(width_in: float = 5.4, height_in: float = 3.4, *, rows: int = 1, col
 
 def log_scale(axis: Any) -> None:
     """A logarithmic axis with a few plain numbers on it."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter, Locator, NullFormatter, NullLocator
+
+    class FewTicks(Locator):
+        def __call__(self) -> list[float]:
+            return log_ticks(*self.axis.get_view_interval())
 
     getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    axis.set_major_locator(FewTicks())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers in [low, high] for a logarithmic axis: three where that can be, seven at most."""
+    low, high = sorted((max(low, 1e-12), max(high, 1e-12)))
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found: list[float] = []
+    for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.4, 1.7, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)):
+        found = [step * 10.0**n for n in decades for step in steps if low <= step * 10.0**n <= high]
+        if len(found) >= 3:
+            break
+    if len(found) < 2:  # too narrow for round ones
+        return [float(f"{low + share * (high - low):.3g}") for share in (0.1, 0.5, 0.9)]
+    return found[:: -(-len(found) // 7)]
 
 
 def finished(figure: Any, name: str, title: str, alt: str) -> Plot:
