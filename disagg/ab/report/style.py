@@ -100,7 +100,7 @@ def log_scale(axis: Any) -> None:
 
     class FewTicks(Locator):
         def __call__(self) -> list[float]:
-            return log_ticks(*self.axis.get_view_interval())
+            return log_ticks(*axis.get_view_interval())
 
     getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
     axis.set_major_locator(FewTicks())
