@@ -2,6 +2,7 @@
 
 Named by `kv_connector_module_path`. All copies are made by the worker side in step order, so vLLM frees blocks as it always does:
 what a step stages is copied before any later step can write those blocks, and a load is over before the step that needs it computes.
+Beside requests that decode, a load is spread over steps (vllm_loads.py).
 Layer hooks do nothing, so full CUDA graphs stay on. Nothing here raises for the fault of one request: a load that cannot be done
 reports its blocks as invalid, and vLLM fails that request alone.
 """
@@ -9,7 +10,7 @@ reports its blocks as invalid, and vLLM fails that request alone.
 from __future__ import annotations
 
 import dataclasses
-import logging
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -22,11 +23,12 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from disagg.engine.vllm_channel import ADDRESS_ENV, RankChannel, answer_lookups, hold_lifeline, report_step
+from disagg.engine.vllm_loads import PIECE_BYTES, STEP_SHARE, RankLoads
 from disagg.engine.vllm_memory import CacheBlocks, RankBoxes
 from disagg.engine.vllm_patches import patch_runner
-from disagg.engine.vllm_plan import Planner, StepPlan
+from disagg.engine.vllm_plan import Copy, Planner, StepPlan
 from disagg.engine.vllm_prefix import PrefixLookup
-from disagg.engine.vllm_stats import StepClock, Work
+from disagg.engine.vllm_stats import StepClock
 from disagg.engine.vllm_structure import patch_structured_output
 from disagg.errors import ConfigError
 from disagg.kv.form import FLOATS
@@ -38,17 +40,15 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
 class _Metadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler side hands to the worker side, once per step."""
+    """What the scheduler side hands to the worker side, once per step. `load_s`: seconds that loads may add to the step."""
 
     plan: StepPlan
+    load_s: float
 
 
 class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -59,11 +59,14 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
         hold_lifeline()
         self._block_tokens = int(vllm_config.cache_config.block_size)
         self._planner = Planner(self._block_tokens)
+        self._block_bytes = _block_bytes(kv_cache_config)
         self._boxes: RankBoxes | None = None
-        self._failed_blocks: set[int] = set()
+        self._loads: RankLoads | None = None
+        self._loaded: list[tuple[str, Copy]] = []  # sliced loads that ended in this step
         self._channel: RankChannel | None = None
         self._clock = StepClock()
         self._num_resumed = 0
+        self._num_running = 0  # requests in the latest step
         self._load_s = 0.0
         if role == KVConnectorRole.WORKER:
             patch_runner(vllm_config)
@@ -86,29 +89,32 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._planner.add(request.request_id, request.kv_transfer_params)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._planner.matched_tokens(request.request_id, num_computed_tokens), False
+        num_tokens = self._planner.matched_tokens(request.request_id, num_computed_tokens)
+        return num_tokens, self._is_sliced(num_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._planner.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+        is_sliced = self._is_sliced(num_external_tokens)
+        self._planner.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens, is_sliced)
+
+    def _is_sliced(self, num_tokens: int) -> bool:
+        """Whether to load so many tokens over several steps. The same answer all through one scheduling of a step."""
+        return self._num_running > 0 and num_tokens * self._block_bytes > PIECE_BYTES * self._block_tokens
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        state = scheduler_output.kv_connector_block_state
+        state, scheduled = scheduler_output.kv_connector_block_state, scheduler_output.num_scheduled_tokens
         assert state is not None
-        if scheduler_output.total_num_scheduled_tokens:
-            scheduled = scheduler_output.num_scheduled_tokens
-            self._clock.start(time.monotonic(), ((end - scheduled[i], scheduled[i]) for i, end in _computed_tokens(scheduler_output)))
-            self._num_resumed += len(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
-        else:
-            self._report(None)  # only clean-up: requests were aborted or ended
-        return _Metadata(self._planner.step(_computed_tokens(scheduler_output), lambda request_id: state.resolve_block_ids(request_id)[0]))
+        self._clock.start(time.monotonic(), ((end - scheduled[i], scheduled[i]) for i, end in _computed_tokens(scheduler_output)))
+        self._num_resumed += len(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+        self._num_running = len(scheduled)
+        plan = self._planner.step(_computed_tokens(scheduler_output), lambda request_id: state.resolve_block_ids(request_id)[0])
+        return _Metadata(plan, STEP_SHARE * self._clock.decode_s if self._num_running else math.inf)
 
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._report(self._clock.end(time.monotonic()))
-
-    def _report(self, work: Work | None) -> None:
+    def take_events(self) -> tuple[()]:
+        """No events. vLLM asks once per step, also an empty one, when it has freed what the step's output let it free."""
         assert self._kv_cache_manager is not None
-        report_step((work, float(self._kv_cache_manager.usage), self._num_resumed))
+        report_step((self._clock.end(time.monotonic()), float(self._kv_cache_manager.usage), self._num_resumed))
         self._num_resumed = 0
+        return ()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._planner.finished(request.request_id)
@@ -125,28 +131,28 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
             channel.refuse(error.message)
             raise
         self._boxes = RankBoxes(cache, layout, rank, channel.outbox, channel.inbox, channel.send_events)
+        self._loads = RankLoads(self._boxes, cache.slab_bytes)
         channel.hello(dataclasses.asdict(layout))
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        plan = self._plan()
-        if not plan.loads:
+        """Loads that this step's requests need before it computes; of others, what the step has time for."""
+        metadata, loads = self._metadata(), self._loads
+        if loads is None:
             return
-        assert self._boxes is not None
         began_s = time.perf_counter()
-        for copy in plan.loads:
-            if self._boxes.can_load(copy):
-                self._boxes.load([copy])
-            else:
-                logger.error("transfer %s does not lie in the inbox; its request fails", copy.transfer_id)
-                self._failed_blocks.update(copy.block_ids)
-        self._load_s = time.perf_counter() - began_s
+        loads.load(metadata.plan.loads)
+        loads.begin(metadata.plan.begun_loads)
+        loads.give_up(metadata.plan.given_up)
+        loads.advance(metadata.load_s)
+        self._load_s += time.perf_counter() - began_s
 
     def wait_for_save(self) -> None:
-        plan = self._plan()
-        if not (plan.loads or plan.stages or plan.ended_writes or plan.ended_reads):
+        plan, boxes, loads = self._metadata().plan, self._boxes, self._loads
+        if boxes is None or loads is None:
             return
-        boxes = self._boxes
-        assert boxes is not None
+        loaded = self._loaded = loads.take_ended()
+        if not (plan.loads or plan.stages or plan.ended_writes or plan.ended_reads or loaded):
+            return
         load_s, self._load_s, began_s = self._load_s, 0.0, time.perf_counter()
         placed = boxes.stage([copy for copy in plan.stages if boxes.can_stage(copy)])
         boxes.finish_step(
@@ -154,14 +160,19 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 *(("staged", *frame) for frame in boxes.frames(placed)),
                 *(("write_ended", transfer_id) for transfer_id in plan.ended_writes),
                 *(("read_ended", copy.transfer_id) for copy in plan.loads),
+                *(("read_ended", copy.transfer_id) for _, copy in loaded),
                 *(("read_ended", transfer_id) for transfer_id in plan.ended_reads),
                 ("copied", "", load_s, time.perf_counter() - began_s),
             ]
         )
 
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose sliced loads have ended in this step, also those that were given up: vLLM frees their blocks on this."""
+        loaded, self._loaded = self._loaded, []
+        return None, {request_id for request_id, _ in loaded} or None
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
+        return self._loads.take_failed_blocks() if self._loads is not None else set()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads are over, or ordered on the stream, before the forward pass."""
@@ -169,10 +180,10 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: a step's blocks are staged once, after it."""
 
-    def _plan(self) -> StepPlan:
+    def _metadata(self) -> _Metadata:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _Metadata)
-        return metadata.plan
+        return metadata
 
 
 def _computed_tokens(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
@@ -183,6 +194,12 @@ def _computed_tokens(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
     cached = output.scheduled_cached_reqs
     for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
         yield request_id, num_computed + scheduled[request_id]
+
+
+def _block_bytes(kv_cache_config: KVCacheConfig | None) -> int:
+    """Bytes of one block over all layers of a rank; 0 where there is no cache of ours."""
+    groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else []
+    return sum(len(group.layer_names) * int(group.kv_cache_spec.page_size_bytes) for group in groups)
 
 
 def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> tuple[CacheBlocks, KvLayout]:

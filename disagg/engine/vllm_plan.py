@@ -7,6 +7,7 @@ chunk. A preempted request is recomputed into other blocks; what was staged befo
 Reads (decode): the inbox is complete before the request enters the engine. Its request is context + first token, so the engine computes
 exactly one token, and matched are the context's tokens that the local prefix cache lacks. Loaded once: a preempted request finds its
 entry consumed and recomputes. An entry is ended exactly once, also when nothing had to be loaded or the request was aborted before it ran.
+A load that others would have to wait for is a `Load`: its request waits while the ranks copy a little of it in each step (vllm_loads.py).
 """
 
 from __future__ import annotations
@@ -48,10 +49,23 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """A copy that is made over several steps; engine request `request_id` waits for it."""
+
+    request_id: str
+    copy: Copy
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step's work on the boxes: loads before the forward pass, stages after it, then the ends."""
+    """One step's work on the boxes: loads before the forward pass, stages after it, then the ends.
+
+    `begun_loads` begin with this step; `given_up`: requests that ended meanwhile, whose loads may have ended, too.
+    """
 
     loads: tuple[Copy, ...] = ()
+    begun_loads: tuple[Load, ...] = ()
+    given_up: tuple[str, ...] = ()
     stages: tuple[Copy, ...] = ()
     ended_writes: tuple[str, ...] = ()
     ended_reads: tuple[str, ...] = ()
@@ -59,7 +73,10 @@ class StepPlan:
 
 @dataclass(slots=True)
 class _Transfer:
-    """One request's transfer. `next_block`: blocks staged so far (writes). `consumed`: loaded, or found unneeded (reads)."""
+    """One request's transfer. `next_block`: blocks staged so far (writes).
+
+    `consumed`: loaded, being loaded, or found unneeded (reads). `sliced`: its load was begun as one of several steps.
+    """
 
     transfer_id: str
     offset: int
@@ -69,6 +86,7 @@ class _Transfer:
     entry: KvLayout | None = None
     next_block: int = 0
     consumed: bool = False
+    sliced: bool = False
 
     def copy(self, first_block: int, block_ids: Sequence[int]) -> Copy:
         ids = tuple(block_ids)
@@ -83,6 +101,8 @@ class Planner:
     _writes: dict[str, _Transfer] = field(default_factory=dict)
     _reads: dict[str, _Transfer] = field(default_factory=dict)
     _loads: list[Copy] = field(default_factory=list)
+    _begun_loads: list[Load] = field(default_factory=list)
+    _given_up: list[str] = field(default_factory=list)
     _ended_writes: list[str] = field(default_factory=list)
     _ended_reads: list[str] = field(default_factory=list)
 
@@ -104,8 +124,11 @@ class Planner:
             return 0
         return max(0, read.num_tokens - num_computed_tokens)
 
-    def allocated(self, request_id: str, block_ids: Sequence[int], num_loaded_tokens: int) -> None:
-        """The request runs in this step in `block_ids`, of which the last `num_loaded_tokens` tokens of its context are to be loaded."""
+    def allocated(self, request_id: str, block_ids: Sequence[int], num_loaded_tokens: int, is_sliced: bool = False) -> None:
+        """The request has `block_ids`, into which the last `num_loaded_tokens` tokens of its context are to be loaded.
+
+        It runs in this step, or, `is_sliced`, when its load of several steps is over.
+        """
         read = self._reads.get(request_id)
         if read is None or read.consumed:
             return
@@ -114,8 +137,12 @@ class Planner:
             self._ended_reads.append(read.transfer_id)
             return
         first = (read.num_tokens - num_loaded_tokens) // self.block_tokens
-        ids = tuple(block_ids[first : self._num_blocks(read.num_tokens)])
-        self._loads.append(read.copy(first, ids))
+        copy = read.copy(first, block_ids[first : self._num_blocks(read.num_tokens)])
+        if is_sliced:
+            read.sliced = True
+            self._begun_loads.append(Load(request_id, copy))
+        else:
+            self._loads.append(copy)
 
     def finished(self, request_id: str) -> None:
         """The request left the engine, by whatever way; it may never have run."""
@@ -125,6 +152,8 @@ class Planner:
         read = self._reads.pop(request_id, None)
         if read is not None and not read.consumed:
             self._ended_reads.append(read.transfer_id)
+        elif read is not None and read.sliced:
+            self._given_up.append(request_id)
 
     def step(self, computed: Iterable[tuple[str, int]], block_ids_of: Callable[[str], Sequence[int]]) -> StepPlan:
         """The plan of the step that is being scheduled. `computed`: (request id, tokens computed once the step has run)."""
@@ -140,10 +169,16 @@ class Planner:
                 if write.next_block == self._num_blocks(write.num_tokens):
                     self._ended_writes.append(write.transfer_id)
                     del self._writes[request_id]
-        plan = StepPlan(tuple(self._loads), tuple(stages), tuple(self._ended_writes), tuple(self._ended_reads))
-        self._loads.clear()
-        self._ended_writes.clear()
-        self._ended_reads.clear()
+        plan = StepPlan(
+            tuple(self._loads),
+            tuple(self._begun_loads),
+            tuple(self._given_up),
+            tuple(stages),
+            tuple(self._ended_writes),
+            tuple(self._ended_reads),
+        )
+        for told in (self._loads, self._begun_loads, self._given_up, self._ended_writes, self._ended_reads):
+            told.clear()
         return plan
 
     def _stage(self, write: _Transfer, num_computed: int, block_ids_of: Callable[[str], Sequence[int]], request_id: str) -> Copy | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from disagg.types import CacheChange, StepRecord
 
-SMOOTHING = 0.2  # weight of the newest step in `step_s`
+SMOOTHING = 0.2  # weight of the newest step in smoothed step times
 KEPT_CHANGES = 256  # of the prefix cache, the latest, for gateways
 RECORDED_STEPS = 32  # the latest, for the router; reports come more often than so many steps
 
@@ -23,13 +23,17 @@ StepReport = tuple[Work | None, float, int]
 
 @dataclass(slots=True)
 class StepClock:
-    """Times steps in the engine's process. With asynchronous scheduling several are under way: a step begins where the one before ends."""
+    """Times steps in the engine's process. With asynchronous scheduling several are under way: a step begins where the one before ends.
 
-    _started: deque[tuple[float, tuple[int, float, int, int]]] = field(default_factory=deque)
+    `decode_s`: smoothed seconds of steps in which nobody's prompt ran; 0 before the first.
+    """
+
+    decode_s: float = 0.0
+    _started: deque[tuple[float, tuple[int, float, int, int] | None]] = field(default_factory=deque)
     _last_end_s: float = 0.0
 
     def start(self, now_s: float, scheduled: Iterable[tuple[int, int]]) -> None:
-        """A step is scheduled. `scheduled`: (tokens computed before, tokens of this step) of each request in it; none: no step.
+        """A step is scheduled. `scheduled`: (tokens computed before, tokens of this step) of each request in it; none: no work.
 
         A single token on a non-empty cache is a decode, everything else prefill.
         """
@@ -41,16 +45,24 @@ class StepClock:
             else:
                 prefill_tokens += num_tokens
                 pairs += num_tokens * (cached + (num_tokens + 1) / 2)
-        self._started.append((now_s, (prefill_tokens, pairs, decodes, context_tokens)))
+        work = (prefill_tokens, pairs, decodes, context_tokens) if prefill_tokens or decodes else None
+        self._started.append((now_s, work))
 
     def end(self, now_s: float) -> Work | None:
-        """The oldest step under way is over; None when none was."""
-        if not self._started:
-            return None
+        """The oldest step under way is over; None when it had no work."""
         start_s, work = self._started.popleft()
         seconds = now_s - max(start_s, self._last_end_s)
         self._last_end_s = now_s
+        if work is None:
+            return None
+        if work[0] == 0:
+            self.decode_s = smoothed(self.decode_s, seconds)
         return (seconds, *work)
+
+
+def smoothed(old_s: float, new_s: float) -> float:
+    """`old_s` with a new sample; the sample where there was none."""
+    return new_s if old_s == 0 else (1 - SMOOTHING) * old_s + SMOOTHING * new_s
 
 
 @dataclass(slots=True)
@@ -72,7 +84,7 @@ class EngineStats:
         if work is not None:
             self._num_steps += 1
             self.steps.append(StepRecord(self._num_steps, *work))
-            self.step_s = work[0] if self.step_s == 0 else (1 - SMOOTHING) * self.step_s + SMOOTHING * work[0]
+            self.step_s = smoothed(self.step_s, work[0])
 
     def note_cache(self, stored: Sequence[int], removed: Sequence[int], is_cleared: bool) -> None:
         """Takes in one change of the prefix cache."""

@@ -23,7 +23,7 @@ import pytest_asyncio
 pytest.importorskip("vllm")
 
 from disagg.engine.vllm_engine import VllmEngine, start_vllm_engine
-from disagg.errors import ConfigError, InvalidRequestError
+from disagg.errors import ConfigError, EngineError, InvalidRequestError
 from disagg.kv.box import Box
 from disagg.kv.carriers.loopback import LoopbackCarrier
 from disagg.kv.inbox import Inbox
@@ -440,6 +440,60 @@ async def test_decode_cancelled_before_it_is_scheduled(cluster: Cluster) -> None
         await task
     await blocker.aclose()
     await cluster.assert_empty()
+
+
+async def test_kv_loaded_in_slices_beside_a_decode_is_exact(cluster: Cluster) -> None:
+    running, arriving = request_of(fresh_prompt(40), max_tokens=150), request_of(fresh_prompt(2500))
+    prefilled, entry = await cluster.staged(arriving)
+    beside = cluster.decode.generate(running)
+    tokens = [*(await anext(beside)).tokens]  # type: ignore[call-overload]
+    decoding = asyncio.create_task(drain(cluster.decode.decode(arriving, prefilled, entry)))
+    rest, _ = await drain(beside)
+    got, finish = await decoding
+    assert finish is FinishReason.LENGTH
+    assert_equal_or_near_tie([prefilled.first, *got], (await cluster.expected(arriving))[0])
+    assert_equal_or_near_tie([*tokens, *rest], (await cluster.expected(running))[0])
+    again = request_of(arriving.prompt_token_ids)
+    assert await cluster.decode.cached_tokens(again) == 2500 // BLOCK_TOKENS * BLOCK_TOKENS
+    assert_equal_or_near_tie((await drain(cluster.decode.generate(again)))[0], (await cluster.expected(again))[0])
+
+
+async def test_decode_cancelled_while_its_kv_is_loaded_in_slices(cluster: Cluster) -> None:
+    requests = [request_of(fresh_prompt(2500), max_tokens=200) for _ in range(4)]
+    staged = [await cluster.staged(request) for request in requests]
+    beside = cluster.decode.generate(request_of(fresh_prompt(40), max_tokens=500))
+    await anext(beside)  # type: ignore[call-overload]
+    ended = []
+    for num_steps, request, (prefilled, entry) in zip((1, 2, 3, 5), requests, staged, strict=True):
+        task = asyncio.create_task(drain(cluster.decode.decode(request, prefilled, entry)))
+        for _ in range(num_steps):
+            await anext(beside)  # type: ignore[call-overload]
+        ended.append(entry._read_ended)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda entry=entry: entry._read_ended)  # type: ignore[misc]
+    assert not all(ended), "each load was over when its request was cancelled: this test cannot fail"
+    await beside.aclose()
+    await cluster.assert_empty()
+    again = request_of(fresh_prompt(2500))
+    assert_equal_or_near_tie((await cluster.answer(again))[0], (await cluster.expected(again))[0])
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+async def test_a_load_from_outside_the_inbox_fails_its_request_alone(cluster: Cluster, is_beside: bool) -> None:
+    request, running = request_of(fresh_prompt(2500)), request_of(fresh_prompt(40), max_tokens=60)
+    prefilled, entry = await cluster.staged(request)
+    right, entry.region = entry.region, replace(entry.region, offset=1 << 40)
+    beside = cluster.decode.generate(running)
+    tokens = [*(await anext(beside)).tokens] if is_beside else []  # type: ignore[call-overload]
+    decoding = asyncio.create_task(drain(cluster.decode.decode(request, prefilled, entry)))
+    await asyncio.sleep(0)
+    entry.region = right
+    with pytest.raises(EngineError):
+        await decoding
+    rest, _ = await drain(beside)
+    assert_equal_or_near_tie([*tokens, *rest], (await cluster.expected(running))[0])
 
 
 async def test_closed_generate(cluster: Cluster) -> None:

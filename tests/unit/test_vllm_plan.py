@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.engine.vllm_plan import Copy, Planner, StepPlan
+from disagg.engine.vllm_plan import Copy, Load, Planner, StepPlan
 
 BLOCK = 32
 
@@ -99,6 +99,32 @@ def test_a_decode_aborted_before_it_ran_ends_its_entry() -> None:
     planner.matched_tokens("r", 0)
     planner.finished("r")
     assert planner.step([], lambda _: []) == StepPlan(ended_reads=("t",))
+
+
+def sliced_read() -> Planner:
+    """A planner that has told that the load of request "r" begins."""
+    planner = Planner(BLOCK)
+    planner.add("r", {"read": ["t", 0, 64, 0, "blocks", None]})
+    planner.allocated("r", [1, 2, 3], planner.matched_tokens("r", 0), is_sliced=True)
+    assert planner.step([], lambda _: []) == StepPlan(begun_loads=(Load("r", Copy("t", 0, 64, 0, (1, 2))),))
+    return planner
+
+
+def test_a_sliced_load_begins_once_and_its_end_is_the_ranks_to_tell() -> None:
+    planner = sliced_read()
+    assert planner.matched_tokens("r", 64) == 0
+    planner.allocated("r", [1, 2, 3], 0)  # it runs now
+    assert planner.step([("r", 65)], lambda _: [1, 2, 3]) == StepPlan()
+    planner.finished("r")
+    assert planner.step([], lambda _: []).ended_reads == ()
+
+
+def test_a_sliced_load_of_an_aborted_request_is_given_up() -> None:
+    planner = sliced_read()
+    planner.finished("r")
+    planner.finished("r")
+    assert planner.step([], lambda _: []) == StepPlan(given_up=("r",))
+    assert planner.step([], lambda _: []) == StepPlan()
 
 
 def test_requests_without_a_transfer_and_unknown_ones_are_left_alone() -> None:
