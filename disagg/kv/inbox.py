@@ -11,51 +11,24 @@ All methods belong to the worker's event loop; large copies run in the inbox's t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
-from disagg.errors import DisaggError, LayoutMismatchError, TransferCorruptError, TransferError, TransferFencedError, from_wire, to_wire
+from disagg.errors import DisaggError, TransferCorruptError, TransferError, TransferFencedError, from_wire, to_wire
 from disagg.kv.api import InboxEntry
 from disagg.kv.box import Box, Region, Room
 from disagg.kv.carrier import Carrier, CarrierChoice, choose_carrier
-from disagg.kv.copy import copy_and_digest, digest
-from disagg.kv.form import check_entry
-from disagg.kv.frames import Coverage, End, Failed, Frame, Header, Opened, Waiting, raise_failed
+from disagg.kv.counters import InboxCounters
+from disagg.kv.frames import End, Failed, Frame, Header, Opened, Waiting, raise_failed
+from disagg.kv.landing import Landing
 from disagg.kv.layout import KvLayout
 from disagg.kv.lease import Leases, Tombstones
 from disagg.types import Transfer
 
 log = logging.getLogger(__name__)
 
-_INLINE_BYTES = 128 << 10  # below this a copy takes less time than handing it to a thread
 _COPY_THREADS = 2  # a core copies less than the memory gives
-_COPIES_AHEAD = 2  # frames of one pull whose copy may be under way while the next message is read
-
-
-@dataclass(slots=True)
-class InboxCounters:
-    """Since the start. `late`: messages after a transfer's end; `duplicates`: fetches of a transfer that is known already.
-
-    `transfer_s`: seconds from the source's first message (and room for it) to the last block verified, summed over the completed.
-    `saved_bytes`: of KV that the engine had already, so that it did not move.
-    """
-
-    fetches: int = 0
-    frames: int = 0
-    bytes: int = 0
-    completed: int = 0
-    failed: int = 0
-    corrupt: int = 0
-    released: int = 0
-    expired: int = 0
-    late: int = 0
-    duplicates: int = 0
-    transfer_s: float = 0.0
-    saved_bytes: int = 0
 
 
 class Inbox:
@@ -185,9 +158,9 @@ class Inbox:
         """One transfer's whole pull. Every way out ends the writing, and the waiters learn of it."""
         transfer_id = entry.transfer.transfer_id
         error: DisaggError = TransferFencedError(f"the pull of transfer {transfer_id} was cancelled")
-        writer = _Writer(self, entry)
+        sink = _PullSink(self, entry)
         try:
-            await carrier.pull(endpoint, entry.transfer, writer)
+            await carrier.pull(endpoint, entry.transfer, sink)
             error = TransferError(f"transfer {transfer_id} ended before it was complete")
         except DisaggError as cause:
             error = cause
@@ -195,7 +168,7 @@ class Inbox:
             log.exception("carrier %s failed on transfer %s", carrier.name, transfer_id)
             error = TransferError(f"carrier {carrier.name} failed: {cause!r}")
         finally:
-            await writer.leave()
+            await sink.landing.leave()
             entry.writing = False
             if not entry.complete and not entry.ended:
                 self.counters.failed += 1
@@ -326,144 +299,41 @@ class _Entry:
             self._inbox._end(self, None)
 
 
-class _Writer:
-    """The sink of one pull: accepts exactly the messages of one whole transfer, in order, and nothing else."""
+class _PullSink:
+    """The sink of one pull (frames.Sink): brings its messages to `landing`, room for them into the inbox, and the entry to its end."""
 
     def __init__(self, inbox: Inbox, entry: _Entry) -> None:
         self._inbox = inbox
         self._entry = entry
-        self._opened = False
-        self._num_claimed = 0  # frames that have their place
-        self._num_frames = 0  # frames received
-        self._rooms: dict[int, memoryview] = {}  # by `seq`: places given to the carrier, whose frames have not been received
-        self._copies: deque[tuple[Frame, asyncio.Future[int]]] = deque()  # under way in threads; gives the digest of what arrived
-        self._first_block = 0
-        self._coverage = Coverage(inbox.layout, entry.num_tokens)
+        self.landing = Landing(entry.transfer, inbox.layout, inbox.counters, inbox._copier)
 
     def room(self, frame: Frame) -> memoryview:
-        """See frames.Sink."""
-        if not self._opened:
-            raise self._corrupt("a frame before Opened")
-        room = self._rooms[frame.seq] = self._claim(frame)
-        return room
+        return self.landing.room(frame)
 
     async def receive(self, header: Header, payload: Sequence[memoryview]) -> bool:
-        """See frames.Sink."""
-        entry = self._entry
+        entry, landing, counters = self._entry, self.landing, self._inbox.counters
         if entry.complete:
-            self._inbox.counters.late += 1
+            counters.late += 1
             return True
         match header:
             case Waiting():
                 pass
             case Failed():
                 raise_failed(header)
-            case Opened() if not self._opened:
-                self._check_opened(header)
-                self._take_geometry(header.layout)
+            case Opened():
+                entry.layout = landing.open(header)
+                counters.saved_bytes += entry.layout.entry_bytes(entry.num_tokens) - entry.num_bytes
                 entry.region = await self._inbox.room.reserve(entry.num_bytes)
                 entry.opened_s = asyncio.get_running_loop().time()
-                self._opened = True
-            case Frame() if self._opened:
-                await self._write(header, payload)
-            case End() if self._opened:
-                await self._verify(keep=0)
-                self._check_end(header)
+                landing.place(entry.writable())
+            case Frame():
+                await landing.write(header, payload)
+            case End():
+                await landing.end(header)
                 self._inbox._completed(entry)
-                return True
             case _:
-                raise self._corrupt(f"unexpected {type(header).__name__}")
-        return False
-
-    def _check_opened(self, header: Opened) -> None:
-        t = self._entry.transfer
-        if (header.transfer_id, header.epoch, header.attempt) != (t.transfer_id, t.source.epoch, t.attempt):
-            raise TransferFencedError(f"asked for transfer {t.transfer_id} of epoch {t.source.epoch}, got {header.transfer_id}")
-        if header.form != t.form:
-            raise LayoutMismatchError(f"transfer {t.transfer_id} comes in form {header.form!r}, asked for {t.form!r}")
-        try:
-            check_entry(self._inbox.layout, header.layout, header.form)
-        except LayoutMismatchError as error:
-            raise LayoutMismatchError(f"worker {t.source.worker}: {error.message}") from None
-        if (header.num_tokens, header.token_hash) != (t.num_tokens, t.token_hash):
-            raise TransferFencedError(f"transfer {t.transfer_id} holds the KV of other tokens")
-
-    def _take_geometry(self, layout: KvLayout) -> None:
-        entry, counters = self._entry, self._inbox.counters
-        entry.layout = layout
-        self._first_block = entry.first_token // layout.block_tokens
-        self._coverage = Coverage(layout, entry.num_tokens, self._first_block)
-        counters.saved_bytes += layout.entry_bytes(entry.num_tokens) - entry.num_bytes
-
-    def _claim(self, header: Frame) -> memoryview:
-        """The place of the next frame, once."""
-        t = self._entry.transfer
-        if (header.transfer_id, header.epoch, header.attempt) != (t.transfer_id, t.source.epoch, t.attempt):
-            raise self._corrupt(f"a frame of transfer {header.transfer_id}")
-        if header.seq != self._num_claimed:
-            raise self._corrupt(f"frame {header.seq} where {self._num_claimed} is due")
-        fault = self._coverage.fault(header.rank, header.first_block, header.num_blocks)
-        if fault is None and self._coverage.count(header.rank, header.first_block, header.num_blocks):
-            fault = f"blocks {header.first_block}.. of rank {header.rank} came twice"
-        expected = header.num_blocks * self._entry.layout.slab_bytes
-        if fault is None and header.num_bytes != expected:
-            fault = f"frame {header.seq} says {header.num_bytes} bytes, expected {expected}"
-        if fault is not None:
-            raise self._corrupt(fault)
-        self._coverage.add(header.rank, header.first_block, header.num_blocks)
-        self._num_claimed += 1
-        entry = self._entry
-        start = entry.layout.offset(entry.num_tokens - entry.first_token, header.rank, header.first_block - self._first_block)
-        return entry.writable()[start : start + header.num_bytes]
-
-    async def _write(self, header: Frame, payload: Sequence[memoryview]) -> None:
-        """Bring the payload to its place, unless it is there already, and verify it, now or later."""
-        if header.seq != self._num_frames:
-            raise self._corrupt(f"frame {header.seq} where {self._num_frames} is due")
-        room = self._rooms.pop(header.seq, None)
-        is_there = room is not None and len(payload) == 1 and payload[0] is room
-        if room is None:
-            room = self._claim(header)
-        num_bytes = sum(map(len, payload))
-        if num_bytes != len(room):
-            raise self._corrupt(f"frame {header.seq} has {num_bytes} bytes, expected {len(room)}")
-        self._num_frames += 1
-        if num_bytes <= _INLINE_BYTES:
-            await self._verify(keep=0)
-            self._check_digest(header, digest(room) if is_there else copy_and_digest(room, payload))
-            return
-        task = (digest, room) if is_there else (copy_and_digest, room, payload)
-        self._copies.append((header, asyncio.get_running_loop().run_in_executor(self._inbox._copier, *task)))
-        await self._verify(keep=_COPIES_AHEAD)
-
-    async def _verify(self, keep: int) -> None:
-        """Wait until at most `keep` copies are under way."""
-        while len(self._copies) > keep:
-            header, copy = self._copies[0]
-            arrived = await asyncio.shield(copy)
-            self._copies.popleft()
-            self._check_digest(header, arrived)
-
-    def _check_digest(self, header: Frame, arrived: int) -> None:
-        if arrived != header.digest:
-            raise self._corrupt(f"frame {header.seq} fails its checksum")
-        self._inbox.counters.frames += 1
-        self._inbox.counters.bytes += header.num_bytes
-
-    async def leave(self) -> None:
-        """Returns when no thread of this pull is in the entry's memory. A cancel does not cut it short."""
-        while under_way := [copy for _, copy in self._copies if not copy.done()]:
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait(under_way)
-
-    def _check_end(self, header: End) -> None:
-        is_whole = self._coverage.is_complete and self._num_claimed == self._num_frames == header.num_frames
-        if header.transfer_id != self._entry.transfer_id or not is_whole:
-            got = f"{self._num_frames} frames, {self._coverage.num_blocks} of {self._coverage.total_blocks} blocks"
-            raise self._corrupt(f"ended with {got}; the source says {header.num_frames} frames")
-
-    def _corrupt(self, why: str) -> TransferCorruptError:
-        return TransferCorruptError(f"transfer {self._entry.transfer_id}: {why}")
+                raise landing.corrupt(f"unexpected {type(header).__name__}")
+        return entry.complete
 
 
 def _again(error: DisaggError) -> DisaggError:

@@ -15,43 +15,19 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
-from disagg.errors import DisaggError, EngineError, TransferError, TransferFencedError
+from disagg.errors import DisaggError, TransferError, TransferFencedError
 from disagg.kv.api import OutboxEntry
 from disagg.kv.box import Box, Region, Room
-from disagg.kv.copy import digest
+from disagg.kv.counters import OutboxCounters
 from disagg.kv.form import entry_layout
-from disagg.kv.frames import HEARTBEAT_S, Coverage, End, Frame, Header, Opened, Pull, Waiting
+from disagg.kv.frames import HEARTBEAT_S, Frame, Header, Pull, Waiting
 from disagg.kv.layout import KvLayout
 from disagg.kv.lease import Leases, Tombstones
+from disagg.kv.staging import Sending, Staged
 from disagg.types import Transfer
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class OutboxCounters:
-    """Since the start. `late`: calls and messages after a transfer's end; `refused`: reads; `duplicates`: blocks staged again.
-
-    `frames` and `bytes` were staged, `sent_frames` and `sent_bytes` handed to readers. The carriers that serve the outbox count here, too:
-    `garbage` connections, and those that were `turned_away` because there were too many.
-    """
-
-    opened: int = 0
-    frames: int = 0
-    bytes: int = 0
-    acked: int = 0
-    released: int = 0
-    expired: int = 0
-    incomplete: int = 0
-    refused: int = 0
-    late: int = 0
-    duplicates: int = 0
-    sent_frames: int = 0
-    sent_bytes: int = 0
-    garbage: int = 0
-    turned_away: int = 0
 
 
 class Outbox:
@@ -244,8 +220,7 @@ class _Entry:
         self.owner = owner
         self.region: Region | None = None
         self.reserving: asyncio.Task[Region] | None = None
-        self.frames: list[Frame] = []
-        self.coverage = Coverage(layout, transfer.num_tokens)
+        self.staged = Staged(transfer, layout, outbox.epoch)
         self.writer_ended = False
         self.ended: str | None = None
         self.was_read = False  # a reader has left
@@ -279,21 +254,10 @@ class _Entry:
         if self.ended is not None or self.writer_ended:
             counters.late += 1
             return
-        fault = self.coverage.fault(rank, first_block, num_blocks)
-        present = 0 if fault else self.coverage.count(rank, first_block, num_blocks)
-        if fault is None and 0 < present < num_blocks:
-            fault = f"{present} of blocks {first_block}..{first_block + num_blocks - 1} of rank {rank} are staged already"
-        if fault is not None:
-            raise EngineError(f"transfer {self.transfer_id}: cannot stage: {fault}")
-        if present:
+        num_bytes = self.staged.add(rank, first_block, num_blocks, digest)
+        if not num_bytes:
             counters.duplicates += 1
             return
-        self.coverage.add(rank, first_block, num_blocks)
-        num_bytes = num_blocks * self.layout.slab_bytes
-        t = self.transfer
-        self.frames.append(
-            Frame(t.transfer_id, self._outbox.epoch, t.attempt, len(self.frames), rank, first_block, num_blocks, digest, num_bytes)
-        )
         counters.frames += 1
         counters.bytes += num_bytes
         self.wake()
@@ -303,10 +267,9 @@ class _Entry:
         if self.writer_ended:
             return
         self.writer_ended = True
-        if self.ended is None and not self.coverage.is_complete:
+        if self.ended is None and not self.staged.is_complete:
             self._outbox.counters.incomplete += 1
-            staged = f"{self.coverage.num_blocks} of {self.coverage.total_blocks} blocks"
-            self._outbox._end(self, f"incomplete: the prefill ended after {staged}")
+            self._outbox._end(self, f"incomplete: the prefill ended after {self.staged.progress}")
         else:
             self._outbox._settle(self)
 
@@ -344,9 +307,7 @@ class Reader:
         self._outbox = outbox
         self._changed: asyncio.Future[None] | None = None
         self._open_by_s = asyncio.get_running_loop().time() + outbox.lease_s
-        self._sent_opened = False
-        self._next_frame = 0  # of the entry's
-        self._num_sent = 0
+        self._sending: Sending | None = None  # once the entry has its room
 
     async def next(self, heartbeat_s: float = HEARTBEAT_S) -> Header:
         """Opened, then frames as they are staged, at last End; Waiting when there was nothing new for `heartbeat_s`.
@@ -368,9 +329,8 @@ class Reader:
 
     def payload(self, frame: Frame) -> memoryview:
         """The bytes of a frame that `next` gave; valid while this reader is held."""
-        assert self.entry is not None
-        start = self.entry.offset + self.entry.layout.offset(self.entry.num_tokens, frame.rank, frame.first_block)
-        return self._outbox.box.buffer[start : start + frame.num_bytes]
+        assert self._sending is not None
+        return self._sending.payload(frame)
 
     def acknowledge(self) -> None:
         """The peer has everything, verified. Later ones are counted and ignored."""
@@ -391,27 +351,11 @@ class Reader:
             raise refusal
         if entry is None or entry.region is None:
             return None
-        if not self._sent_opened:
-            self._sent_opened = True
-            t, epoch = entry.transfer, self._outbox.epoch
-            return Opened(t.transfer_id, epoch, t.attempt, t.token_hash, t.num_tokens, t.form, entry.layout, entry.offset)
-        while self._next_frame < len(entry.frames):
-            self._next_frame += 1
-            frame = self._wanted(entry.frames[self._next_frame - 1], entry.layout)
-            if frame is not None:
-                self._num_sent += 1
-                self._outbox.counters.sent_frames += 1
-                self._outbox.counters.sent_bytes += frame.num_bytes
-                return frame
-        return End(entry.transfer_id, self._num_sent) if entry.coverage.is_complete else None
-
-    def _wanted(self, frame: Frame, layout: KvLayout) -> Frame | None:
-        """What of a staged frame the peer lacks, as the next frame to send."""
-        first = max(frame.first_block, self.pull.first_token // layout.block_tokens)
-        num_blocks = frame.first_block + frame.num_blocks - first
-        if num_blocks <= 0:
-            return None
-        if num_blocks == frame.num_blocks:
-            return replace(frame, seq=self._num_sent)
-        rest = replace(frame, seq=self._num_sent, first_block=first, num_blocks=num_blocks, num_bytes=num_blocks * layout.slab_bytes)
-        return replace(rest, digest=digest(self.payload(rest)))
+        if self._sending is None:
+            self._sending = Sending(entry.staged, entry.view, self.pull.first_token)
+            return entry.staged.opened(entry.offset)
+        header = self._sending.next()
+        if isinstance(header, Frame):
+            self._outbox.counters.sent_frames += 1
+            self._outbox.counters.sent_bytes += header.num_bytes
+        return header

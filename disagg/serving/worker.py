@@ -20,9 +20,10 @@ from disagg.engine.engine import Chunks, Engine
 from disagg.errors import EngineError, InvalidRequestError, WorkerLostError
 from disagg.kv.box import Box
 from disagg.kv.carrier import Carrier
-from disagg.kv.inbox import Inbox, InboxCounters
+from disagg.kv.counters import InboxCounters, OutboxCounters
+from disagg.kv.inbox import Inbox
 from disagg.kv.layout import KvLayout
-from disagg.kv.outbox import Outbox, OutboxCounters
+from disagg.kv.outbox import Outbox
 from disagg.types import Chunk, EngineState, KvAddress, KvCounters, Prefilled, Request, Transfer
 
 log = logging.getLogger(__name__)
