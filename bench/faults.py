@@ -20,15 +20,24 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core remarks on every b
 from tests.fault_runs import Summary, fault_runs, scene_of
 from tests.kv_rig import CARRIERS
 
+TOLD_RUNS = 25
+
 
 async def run_all(carrier: str, seed: int, first: int, num_runs: int) -> Summary:
     """The runs first .. first + num_runs - 1 of a seed, one after the other."""
     async with fault_runs(carrier, seed) as runs:
         for number in range(first, first + num_runs):
             await runs.run(scene_of(carrier, seed, number))
-            if sys.stderr.isatty():
-                sys.stderr.write(f"\r{carrier}: {number - first + 1} of {num_runs}, {len(runs.summary.problems)} problems ")
+            if runs.summary.num_runs % TOLD_RUNS == 0 or sys.stderr.isatty():
+                tell_progress(runs.summary, num_runs)
     return runs.summary
+
+
+def tell_progress(summary: Summary, num_runs: int) -> None:
+    """How far the runs are, to stderr: a line, which a terminal sees once, changing."""
+    so_far = f"{summary.carrier}: {summary.num_runs} of {num_runs} runs, {len(summary.problems)} problems, {summary.seconds:.0f} s"
+    is_last = summary.num_runs == num_runs
+    print(so_far, end="\r" if sys.stderr.isatty() and not is_last else "\n", file=sys.stderr, flush=True)
 
 
 def as_json(summary: Summary) -> dict[str, object]:

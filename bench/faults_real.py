@@ -23,7 +23,7 @@ from typing import Any
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from bench.faults import as_json, table
+from bench.faults import as_json, table, tell_progress
 from disagg.config import Topology, parse_topology
 from disagg.errors import DisaggError
 from disagg.models import get_model
@@ -218,6 +218,7 @@ async def run_all(carrier: str, seed: int, first: int, num_runs: int, seconds: f
             if time.monotonic() > end_s:
                 break
             await runs.run(real_scene(carrier, seed, number))
+            tell_progress(runs.summary, num_runs)
     return runs.summary
 
 

@@ -27,6 +27,7 @@ def keepalive_options(timeout_s: float) -> tuple[tuple[str, int], ...]:
     """Pings by which a worker finds that a gateway's host died without a reset. (A gateway finds a worker's by missing heartbeats.)"""
     return (
         ("grpc.keepalive_time_ms", int(timeout_s * 1000)),
-        ("grpc.keepalive_timeout_ms", int(timeout_s * 2000)),
+        ("grpc.keepalive_timeout_ms", int(timeout_s * 2000)),  # without a byte; bytes that are no answer are bytes, too
+        ("grpc.http2.ping_timeout_ms", int(timeout_s * 2000)),  # without the answer
         ("grpc.keepalive_permit_without_calls", 1),
     )

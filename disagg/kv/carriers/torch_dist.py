@@ -12,8 +12,7 @@ A pair of workers has one group, built by its first pull and kept until one of t
 the next pull builds a new one. There is no global process group. The source sends only what the puller already waits for, in the order
 of the Wants (NCCL matches by order, not by tag); so a cancelled pull has only to wait for the few frames that it asked for.
 
-torch is imported when a carrier is made. Waiting is done by threads that block. As with the other network carriers, the network between
-workers is trusted: neither the store nor the group knows who connects.
+As with the other network carriers, the network between workers is trusted: neither the store nor the group knows who connects.
 """
 
 from __future__ import annotations
@@ -21,43 +20,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import logging
 from collections import deque
-from collections.abc import Awaitable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
-from disagg.errors import ConfigError, TransferCorruptError, TransferError, TransferFencedError
-from disagg.kv.carriers.pulls import Listener, lost, serve_pull
+from disagg.errors import ConfigError, TransferCorruptError, TransferError
+from disagg.kv.carriers.pulls import Listener, lost
 from disagg.kv.carriers.stream import Connection
 from disagg.kv.carriers.tcp import connected, listening
-from disagg.kv.frames import (
-    HEARTBEAT_S,
-    SILENCE_S,
-    Ack,
-    Failed,
-    Frame,
-    Header,
-    Join,
-    Pull,
-    Sink,
-    Via,
-    Want,
-    failed,
-    pull_request,
-    raise_failed,
-)
-from disagg.kv.outbox import Outbox, Reader
+from disagg.kv.carriers.torch_groups import Groups, all_done
+from disagg.kv.carriers.torch_source import Source
+from disagg.kv.frames import HEARTBEAT_S, SILENCE_S, Ack, Failed, Frame, Join, Sink, Via, Want, pull_request, raise_failed
+from disagg.kv.outbox import Outbox
 from disagg.types import Transfer, new_id
-
-log = logging.getLogger(__name__)
 
 FRAMES_AHEAD = 4  # receives of one pull that may be under way
 PAIR_FRAMES = 8  # receives of one pair that may be under way; each holds a thread on both sides
-_THREADS = 64
 
 
 class TorchDistCarrier:
@@ -91,11 +70,11 @@ class TorchDistCarrier:
         self._watchers: set[asyncio.Task[None]] = set()
 
     @cached_property
-    def _groups(self) -> _Groups:
-        return _Groups(self._host, self._silence_s)
+    def _groups(self) -> Groups:
+        return Groups(self._host, self._silence_s)
 
     async def serve(self, outbox: Outbox) -> str:
-        source = _Source(outbox, self._groups, self._heartbeat_s)
+        source = Source(outbox, self._groups, self._heartbeat_s)
         sock = listening(self._host, self._port)
         self._listeners.append(Listener(self.name, sock, outbox, source.serve, self._silence_s))
         return f"{self._host}:{sock.getsockname()[1]}/{self._groups.serve_store()}"
@@ -113,7 +92,7 @@ class TorchDistCarrier:
             raise lost(transfer, why) from error
         finally:
             # The group writes into the inbox until these have ended: soon when the source lives, or when its end of the pair is gone.
-            await _all_done([each.done for each in receives])
+            await all_done([each.done for each in receives])
             connection.close()
 
     async def close(self) -> None:
@@ -232,7 +211,7 @@ def _check_received(receive: _Receive, transfer: Transfer) -> None:
 class _Pair:
     """The puller's end of a group of two. Whoever made it watches `control`, and closes it and the pair when its end has come."""
 
-    def __init__(self, group: Any, control: Connection, groups: _Groups) -> None:
+    def __init__(self, group: Any, control: Connection, groups: Groups) -> None:
         self.is_closed = False
         self._group = group
         self._control = control
@@ -268,158 +247,3 @@ class _Pair:
         self.is_closed = True
         self._group = None
         self._control.shut()
-
-
-class _Source:
-    """What answers pulls and pairs on the source's side."""
-
-    def __init__(self, outbox: Outbox, groups: _Groups, heartbeat_s: float) -> None:
-        self._outbox = outbox
-        self._groups = groups
-        self._heartbeat_s = heartbeat_s
-        self._pulls: dict[str, _Pulled] = {}
-
-    async def serve(self, connection: Connection, request: Header) -> None:
-        """One request of a connection, to its end."""
-        match request:
-            case Join():
-                await self._serve_pair(connection, request)
-            case Via():
-                header = await connection.receive()
-                if not isinstance(header, Pull):
-                    raise TransferCorruptError(f"unexpected {type(header).__name__} after Via")
-                await self._serve_pull(connection, request.pull_id, header)
-            case _:
-                raise TransferCorruptError(f"unexpected {type(request).__name__}")
-
-    async def _serve_pull(self, connection: Connection, pull_id: str, request: Pull) -> None:
-        pulled = _Pulled({}, set())
-
-        async def announced(frame: Frame, reader: Reader) -> None:
-            pulled.payloads[frame.seq] = reader.payload(frame)
-
-        self._pulls[pull_id] = pulled
-        try:
-            await serve_pull(self._outbox, request, connection, self._heartbeat_s, announced, pulled.settle)
-        finally:
-            self._pulls.pop(pull_id, None)
-
-    async def _serve_pair(self, control: Connection, request: Join) -> None:
-        if request.epoch != self._outbox.epoch:
-            fenced = TransferFencedError(f"asked for a process group of epoch {request.epoch}, this worker lives in {self._outbox.epoch}")
-            await control.send(failed(fenced))
-            return
-        await control.send(request)
-        try:
-            group = await self._groups.accept(request.pair_id)
-            while True:
-                want = await control.receive(timeout_s=None)
-                if not isinstance(want, Want):
-                    raise TransferCorruptError(f"unexpected {type(want).__name__} in a pair")
-                pulled = self._pulls.get(want.pull_id)
-                if pulled is None or want.seq not in pulled.payloads:
-                    raise EOFError("a Want of what is not served")  # ends the pair, and so the peer's wait for it
-                work = group.send([self._groups.tensor(pulled.payloads.pop(want.seq))], 1, want.tag)
-                task = asyncio.ensure_future(self._finish(work, control))
-                pulled.sends.add(task)
-                task.add_done_callback(pulled.sends.discard)
-        except RuntimeError as error:
-            raise EOFError(str(error)) from error
-
-    async def _finish(self, work: Any, control: Connection) -> None:
-        try:
-            await self._groups.wait(work)
-        except RuntimeError as error:
-            log.info("torch_dist: a pair ended: %s", error)
-            control.shut()  # the loop above ends, and drops the pair
-
-
-@dataclass(frozen=True, slots=True)
-class _Pulled:
-    """A pull under way at the source: payloads that were announced and not yet asked for, by `seq`, and sends that use the outbox."""
-
-    payloads: dict[int, memoryview]
-    sends: set[asyncio.Task[None]]
-
-    async def settle(self) -> None:
-        """Returns when no send reads from the outbox. A cancel does not cut it short."""
-        await _all_done(list(self.sends))
-
-
-async def _all_done(tasks: list[asyncio.Task[None]]) -> None:
-    while under_way := [task for task in tasks if not task.done()]:
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait(under_way)
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()
-
-
-class _Groups:
-    """torch's side: stores, process groups of two, and threads that wait for them.
-
-    A group's connections close when nobody refers to it or to what it does any more; nothing else ends a send or recv under way.
-    """
-
-    def __init__(self, host: str, silence_s: float) -> None:
-        self._host = host
-        self._timeout = timedelta(seconds=silence_s)
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="disagg-kv-torch")
-        self._store: Any = None
-        self._device: Any = None
-
-    def serve_store(self) -> int:
-        """Start the store at which pullers meet this source; its port."""
-        import torch.distributed as dist
-
-        with listening(self._host, 0) as sock:
-            port = int(sock.getsockname()[1])
-            # The store takes over the descriptor: it is bound to our address, where a store of its own would listen on all of them.
-            self._store = dist.TCPStore(self._host, port, None, True, self._timeout, wait_for_workers=False, master_listen_fd=sock.detach())
-        return port
-
-    async def accept(self, pair_id: str) -> Any:
-        """The source's end of a new group. Raises RuntimeError when the puller does not come within the timeout."""
-        return await self._run(self._make, self._store, pair_id, 0)
-
-    async def join(self, host: str, port: int, pair_id: str) -> Any:
-        """The puller's end of a new group. Raises RuntimeError when there is no store or no source."""
-
-        def join() -> Any:
-            import torch.distributed as dist
-
-            store = dist.TCPStore(host.strip("[]"), port, None, False, self._timeout, wait_for_workers=False)
-            return self._make(store, pair_id, 1)
-
-        return await self._run(join)
-
-    def _make(self, store: Any, pair_id: str, rank: int) -> Any:
-        import torch.distributed as dist
-
-        if self._device is None:
-            self._device = dist.ProcessGroupGloo.create_device(hostname=self._host)
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [self._device]
-        options._timeout = self._timeout
-        options._threads = 1
-        return dist.ProcessGroupGloo(dist.PrefixStore(pair_id, store), rank, 2, options)
-
-    async def wait(self, work: Any) -> None:
-        """Returns when a send or recv has ended. Raises RuntimeError when it failed or took longer than the timeout.
-
-        Not to be cancelled: the memory is in use until then.
-        """
-        await self._run(work.wait, self._timeout)
-
-    def tensor(self, room: memoryview) -> Any:
-        """The bytes as a tensor, not copied."""
-        import torch
-
-        return torch.frombuffer(room, dtype=torch.uint8)
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False)
-        self._store = None
-
-    def _run(self, function: Any, *args: Any) -> Awaitable[Any]:
-        return asyncio.get_running_loop().run_in_executor(self._threads, function, *args)

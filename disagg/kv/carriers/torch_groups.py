@@ -1,0 +1,97 @@
+"""torch's side of carrier `torch_dist`: stores, process groups of two, and threads that wait for what these do.
+
+torch is imported when a store or a group is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+from disagg.kv.carriers.tcp import listening
+
+_THREADS = 64
+
+
+class Groups:
+    """One carrier's groups. `silence_s`: how long a peer may take for a step of a handshake, or for a payload.
+
+    A group's connections close when nobody refers to it or to what it does any more; nothing else ends a send or recv under way.
+    """
+
+    def __init__(self, host: str, silence_s: float) -> None:
+        self._host = host
+        self._timeout = timedelta(seconds=silence_s)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="disagg-kv-torch")
+        self._store: Any = None
+        self._device: Any = None
+
+    def serve_store(self) -> int:
+        """Start the store at which pullers meet this source; its port."""
+        import torch.distributed as dist
+
+        with listening(self._host, 0) as sock:
+            port = int(sock.getsockname()[1])
+            # The store takes over the descriptor: it is bound to our address, where a store of its own would listen on all of them.
+            self._store = dist.TCPStore(self._host, port, None, True, self._timeout, wait_for_workers=False, master_listen_fd=sock.detach())
+        return port
+
+    async def accept(self, pair_id: str) -> Any:
+        """The source's end of a new group. Raises RuntimeError when the puller does not come within the timeout."""
+        return await self._run(self._make, self._store, pair_id, 0)
+
+    async def join(self, host: str, port: int, pair_id: str) -> Any:
+        """The puller's end of a new group. Raises RuntimeError when there is no store or no source."""
+
+        def join() -> Any:
+            import torch.distributed as dist
+
+            store = dist.TCPStore(host.strip("[]"), port, None, False, self._timeout, wait_for_workers=False)
+            return self._make(store, pair_id, 1)
+
+        return await self._run(join)
+
+    def _make(self, store: Any, pair_id: str, rank: int) -> Any:
+        import torch.distributed as dist
+
+        if self._device is None:
+            self._device = dist.ProcessGroupGloo.create_device(hostname=self._host)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [self._device]
+        options._timeout = self._timeout
+        options._threads = 1
+        return dist.ProcessGroupGloo(dist.PrefixStore(pair_id, store), rank, 2, options)
+
+    async def wait(self, work: Any) -> None:
+        """Returns when a send or recv has ended. Raises RuntimeError when it failed or took longer than the timeout.
+
+        Not to be cancelled: the memory is in use until then.
+        """
+        await self._run(work.wait, self._timeout)
+
+    def tensor(self, room: memoryview) -> Any:
+        """The bytes as a tensor, not copied."""
+        import torch
+
+        return torch.frombuffer(room, dtype=torch.uint8)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
+        self._store = None
+
+    def _run(self, function: Any, *args: Any) -> Awaitable[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+
+async def all_done(tasks: list[asyncio.Task[None]]) -> None:
+    """Returns when each of `tasks` has ended, by whatever way. A cancel does not cut it short."""
+    while under_way := [task for task in tasks if not task.done()]:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait(under_way)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
