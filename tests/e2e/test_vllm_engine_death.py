@@ -30,7 +30,7 @@ ARGS: dict[str, Any] = {
     "max_num_batched_tokens": 256,
     "max_model_len": 2048,
     "max_num_seqs": 4,
-    "kv_cache_memory_bytes": 64 << 20,
+    "kv_cache_memory_bytes": 128 << 20,
     **QUICK_ARGS,
 }
 WAIT_S = 120.0
