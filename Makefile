@@ -25,7 +25,7 @@ MODEL := smollm2-135m
 TOPOLOGY ?= cluster/topologies/cpu-1p1d.yaml
 WORKLOAD ?= demo
 OUT ?= out/demo
-ARGS ?= --fit-machine --rounds 2 --chunk topology
+ARGS ?= --fit-machine tokens --rounds 2 --chunk topology
 STAMP := $(VENV)/.complete-$(EXTRA)
 export EXTRA TORCH_INDEX PIP_ARGS
 

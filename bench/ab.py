@@ -26,7 +26,7 @@ import yaml
 from bench.calibrate import Capacity, calibrate
 from disagg.ab.arms import parse_arms
 from disagg.ab.chunk_search import TRIAL_S
-from disagg.ab.machine_fit import Speed, fitted_topology, fitted_workload
+from disagg.ab.machine_fit import Fit, Speed, fitted_topology, fitted_workload
 from disagg.ab.result import Result, read_result
 from disagg.ab.workload import load_workload
 from disagg.config import Topology, load_topology, parse_topology
@@ -62,7 +62,7 @@ class Plan:
     def lines(self) -> list[str]:
         """For people."""
         speed = self.speed
-        said = [f"one worker here: {speed.text}", f"an arm is up in {speed.start_s:.0f} s"]
+        said = [f"one worker here: {speed.text(Fit.TOKENS)}", f"an arm is up in {speed.start_s:.0f} s"]
         for name, capacity in self.capacity.items():
             rates = ", ".join(f"{rate:g}" for rate in capacity.rates)
             each = f"{self.rounds[name]} round{'s' if self.rounds[name] > 1 else ''} of {self.duration_s[name]:.0f} s"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from disagg.cli_ab_fit import FIT_HELP, fitted_to_machine
+from disagg.cli_ab_fit import FIT_HELP, fit_of, fitted_to_machine
 from disagg.cli_ab_report import PRICE_HELP, DefaultCommand, add_to, print_report
 from disagg.cli_up import SET_HELP, overrides_of
 
@@ -66,7 +66,7 @@ def ab(
     limit_min: float | None = typer.Option(
         None, "--limit-min", min=0.1, help="Minutes, chunk search included, after which no further round begins; the first is always whole."
     ),
-    fit_machine: bool = typer.Option(False, "--fit-machine", help=FIT_HELP),
+    fit_machine: str | None = typer.Option(None, "--fit-machine", metavar="tokens|time", help=FIT_HELP),
     seed: int | None = typer.Option(None, "--seed", help="Seed of due times, lengths and prompts; default: the workload's."),
     settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help=SET_HELP),
     chunk: str | None = typer.Option(
@@ -102,9 +102,10 @@ def ab(
     loaded = load_topology(topology, overrides_of(settings))
     wanted = _lasting(load_any_workload(workload), duration_s)
     folder: OutFolder | None = None
-    if fit_machine:
+    if fit_machine is not None:
+        fit = fit_of(fit_machine)
         folder = OutFolder(out, resume=resume)
-        loaded, wanted = fitted_to_machine(loaded, wanted, topology.parent, folder, address)
+        loaded, wanted = fitted_to_machine(loaded, wanted, fit, topology.parent, folder, address)
     chosen = _arms(loaded, arms, chunk)
     comparison = compare(
         loaded,

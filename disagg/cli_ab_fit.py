@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from disagg.ab.arms import Arm
-    from disagg.ab.machine_fit import Speed
+    from disagg.ab.machine_fit import Fit, Speed
     from disagg.ab.out import OutFolder
     from disagg.ab.progress import RunProgress
     from disagg.ab.trace_plan import AnyWorkload
@@ -19,13 +19,25 @@ if TYPE_CHECKING:
     from disagg.launch.session import RaySession
 
 FIT_HELP = (
-    "Measure one worker first. Where it is slower than the machine that the shipped workloads were written for, prompts, chunks and "
-    "answers get fewer tokens, so that they take as long as there, and TPOT targets grow with the step. The report says by how much."
+    "Measure one worker first. Where it is slower than the machine that the shipped workloads were written for, shorten prompts, chunks and "
+    "answers, so that they take as long as there (tokens), or keep those and stretch gaps, durations and targets (time). The table and "
+    "the report say by how much."
 )
 
 
+def fit_of(text: str) -> Fit:
+    """The value of the option. Raises ConfigError."""
+    from disagg.ab.machine_fit import Fit
+    from disagg.errors import ConfigError, nearest
+
+    try:
+        return Fit(text)
+    except ValueError:
+        raise ConfigError(key="--fit-machine", value=text, expected=nearest(text, list(Fit))) from None
+
+
 def fitted_to_machine(
-    topology: Topology, workload: AnyWorkload, base_dir: Path, folder: OutFolder, address: str | None
+    topology: Topology, workload: AnyWorkload, fit: Fit, base_dir: Path, folder: OutFolder, address: str | None
 ) -> tuple[Topology, AnyWorkload]:
     """Both sized to this machine, by its speed as it is in the folder of a resumed run, else as it is measured now.
 
@@ -47,8 +59,8 @@ def fitted_to_machine(
             with RaySession.start([arm.topology], address) as session:
                 speed = asyncio.run(_measured(arm, session, base_dir, progress))
             folder.write(folder.machine, json.dumps(asdict(speed)) + "\n")
-        progress.say(f"one worker: {speed.text}")
-    return fitted_topology(topology, speed), fitted_workload(streams, speed)
+        progress.say(f"one worker: {speed.text(fit)}")
+    return fitted_topology(topology, speed, fit), fitted_workload(streams, speed, fit)
 
 
 async def _measured(arm: Arm, session: RaySession, base_dir: Path, progress: RunProgress) -> Speed:

@@ -1,11 +1,13 @@
-"""`--fit-machine`: how fast one worker is here, and the workload and topology sized to that: the same times, with fewer tokens.
+"""`--fit-machine`: how fast one worker is here, and the workload and topology sized to that.
 
 The shipped workloads were written for a core that prefills REFERENCE_PREFILL_TOKENS_PER_S and decodes a step of one request in
 REFERENCE_STEP_S (SmolLM2-135M in bfloat16 on one AVX-512 core: 3,000 tokens in 3.6 s, a step in 19 ms). On a slower one the same requests
-would only measure overload. So
+would only measure overload. So, where it is slower,
 
-    prompts and chunks are times (measured prefill speed / reference), answers times (reference step / measured step), at most 1
-    TPOT targets are divided by the answers' factor: a step is so much longer; TTFT targets, rates and durations stay
+    tokens  prompts and chunks are times (measured prefill speed / reference), answers times (reference step / measured step); TPOT targets are
+            divided by the answers' factor: a step is so much longer. Rates, durations and TTFT targets stay: it takes as long as there
+    time    everything takes longer by the larger of the two slownesses: gaps between requests, durations and targets. Lengths and chunks
+            stay, so what a chunk is to a step, and a prompt to an answer, is as there; it takes so much longer to measure
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 from disagg.ab.arms import Arm, on_free_ports
 from disagg.ab.load import OpenLoop
 from disagg.ab.rows import Row
 from disagg.ab.trace_plan import AnyWorkload
-from disagg.ab.workload import Lengths, PlannedRequest, Workload
+from disagg.ab.workload import Lengths, PlannedRequest, Stream, Workload
 from disagg.client import AsyncClient
 from disagg.config import SloClass, Topology, parse_topology
 from disagg.errors import ConfigError, EngineError
@@ -35,6 +38,13 @@ CHUNK_STEP_TOKENS = 32  # vLLM's attention on CPUs works on blocks of so many
 SMALLEST_CHUNK_TOKENS = 64  # of smaller steps a fixed cost is the larger part
 CHUNK_KEY, LONG_PROMPT_KEY = "max_num_batched_tokens", "long_prefill_token_threshold"
 TIMEOUT_S = 300.0
+
+
+class Fit(StrEnum):
+    """What gives way where a machine is slower."""
+
+    TOKENS = "tokens"
+    TIME = "time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +66,50 @@ class Speed:
         return min(1.0, REFERENCE_STEP_S / self.step_s)
 
     @property
-    def text(self) -> str:
+    def slowness(self) -> float:
+        """How many times as long as there things take here, at most: of prefill or decode, whichever is slower; at least 1."""
+        return max(1.0 / self.input_factor, 1.0 / self.output_factor)
+
+    def text(self, fit: Fit) -> str:
         """For people."""
-        measured = f"{self.prefill_tokens_per_s:.0f} tokens/s of prefill, {self.step_s * 1e3:.0f} ms a step"
-        return (
-            f"{measured}; so prompts and chunks x {self.input_factor:.2f}, answers x {self.output_factor:.2f}, "
-            f"TPOT targets / {self.output_factor:.2f}"
-        )
+        return f"{self.prefill_tokens_per_s:.0f} tokens/s of prefill, {self.step_s * 1e3:.0f} ms a step; so {self.said(fit)}"
+
+    def said(self, fit: Fit) -> str:
+        """What it makes of a workload and its classes."""
+        if fit is Fit.TIME:
+            return f"all times x {self.slowness:.1f}"
+        return f"prompts and chunks x {self.input_factor:.2f}, answers x {self.output_factor:.2f}, TPOT targets / {self.output_factor:.2f}"
 
 
-def fitted_workload(workload: Workload, speed: Speed) -> Workload:
-    """The workload with lengths for this machine. Shared prefixes shrink with the prompts."""
-    streams = []
-    for stream in workload.streams:
-        prefix = int(stream.shared_prefix_tokens * speed.input_factor)
-        lengths = {"input_tokens": times(stream.input_tokens, speed.input_factor), "shared_prefix_tokens": prefix}
-        streams.append(stream.model_copy(update={**lengths, "output_tokens": times(stream.output_tokens, speed.output_factor)}))
-    said = f"{workload.description}; here prompts x {speed.input_factor:.2f}, answers x {speed.output_factor:.2f}"
-    return workload.model_copy(update={"streams": tuple(streams), "description": said})
+def fitted_workload(workload: Workload, speed: Speed, fit: Fit = Fit.TOKENS) -> Workload:
+    """The workload for this machine; its description says how it was changed."""
+    change = _fewer_tokens if fit is Fit.TOKENS else _slower_arrivals
+    update: dict[str, Any] = {
+        "streams": tuple(stream.model_copy(update=change(stream, speed)) for stream in workload.streams),
+        "description": f"{workload.description}; here {speed.said(fit)}",
+    }
+    if fit is Fit.TIME:
+        update |= {"duration_s": workload.duration_s * speed.slowness, "timeout_s": workload.timeout_s * speed.slowness}
+    return workload.model_copy(update=update)
+
+
+def _fewer_tokens(stream: Stream, speed: Speed) -> dict[str, Any]:
+    """Shared prefixes shrink with the prompts."""
+    return {
+        "input_tokens": times(stream.input_tokens, speed.input_factor),
+        "shared_prefix_tokens": int(stream.shared_prefix_tokens * speed.input_factor),
+        "output_tokens": times(stream.output_tokens, speed.output_factor),
+    }
+
+
+def _slower_arrivals(stream: Stream, speed: Speed) -> dict[str, Any]:
+    slower = stream.arrivals.faster(1.0 / speed.slowness)
+    update: dict[str, Any] = {"arrivals": slower.model_copy(update={"first_s": stream.arrivals.first_s * speed.slowness})}
+    if stream.duration_s is not None:
+        update["duration_s"] = stream.duration_s * speed.slowness
+    if stream.sessions is not None:
+        update["sessions"] = stream.sessions.model_copy(update={"gap_s": stream.sessions.gap_s * speed.slowness})
+    return update
 
 
 def times(lengths: Lengths, factor: float) -> Lengths:
@@ -90,20 +126,25 @@ def times(lengths: Lengths, factor: float) -> Lengths:
     return Lengths(fixed=one(lengths.fixed or 1))
 
 
-def fitted_topology(topology: Topology, speed: Speed) -> Topology:
-    """The topology with chunks and TPOT targets for this machine: a chunk then stalls its neighbours as long as there."""
+def fitted_topology(topology: Topology, speed: Speed, fit: Fit = Fit.TOKENS) -> Topology:
+    """The topology with targets for this machine, and with fewer tokens in a chunk, too, where there are fewer in a prompt."""
     raw = topology.model_dump()
-    raw["slo_classes"] = [_slower(c, speed).model_dump() for c in topology.slo_classes]
-    sections: list[dict[str, Any]] = [raw["engine"], *(pool for pool in raw["pools"].values() if pool is not None)]
-    for section in sections:
-        section["args"] = {**section["args"], **_chunks(section["args"], raw["engine"]["args"].get("max_num_seqs"), speed.input_factor)}
+    raw["slo_classes"] = [_slower_class(c, speed, fit).model_dump() for c in topology.slo_classes]
+    if fit is Fit.TOKENS:
+        sections: list[dict[str, Any]] = [raw["engine"], *(pool for pool in raw["pools"].values() if pool is not None)]
+        for section in sections:
+            section["args"] = {**section["args"], **_chunks(section["args"], raw["engine"]["args"].get("max_num_seqs"), speed.input_factor)}
     return parse_topology(raw)
 
 
-def _slower(slo_class: SloClass, speed: Speed) -> SloClass:
-    if slo_class.tpot_ms is None:
-        return slo_class
-    return slo_class.model_copy(update={"tpot_ms": float(round(slo_class.tpot_ms / speed.output_factor, -1))})
+def _slower_class(slo_class: SloClass, speed: Speed, fit: Fit) -> SloClass:
+    tpot, ttft = (speed.slowness, speed.slowness) if fit is Fit.TIME else (1.0 / speed.output_factor, 1.0)
+    update = {
+        name: target_ms if factor == 1.0 else float(round(target_ms * factor, -1))
+        for name, factor in (("tpot_ms", tpot), ("ttft_ms", ttft))
+        if (target_ms := getattr(slo_class, name)) is not None
+    }
+    return slo_class.model_copy(update=update)
 
 
 def _chunks(args: dict[str, Any], usual_seqs: Any, factor: float) -> dict[str, int]:

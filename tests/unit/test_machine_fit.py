@@ -10,6 +10,7 @@ from bench.ab import TUNED_ON, WORKLOADS
 from disagg.ab.machine_fit import (
     REFERENCE_PREFILL_TOKENS_PER_S,
     REFERENCE_STEP_S,
+    Fit,
     Speed,
     fitted_topology,
     fitted_workload,
@@ -19,6 +20,7 @@ from disagg.ab.machine_fit import (
 )
 from disagg.ab.trace_workload import load_any_workload
 from disagg.ab.workload import Lengths, load_workload
+from disagg.cli_ab_fit import fit_of
 from disagg.config import Topology, load_topology
 from disagg.errors import ConfigError
 from disagg.types import Mode, Role
@@ -60,6 +62,30 @@ def test_chunks_shrink_with_the_prompts_and_targets_grow_with_the_step(topology:
     assert found.with_mode(Mode.COLOCATED).engine_args(Role.COLOCATED)["max_num_batched_tokens"] == 64
     assert found.pools.prefill is not None
     assert found.pools.prefill.count == 1
+
+
+def test_or_all_takes_longer_and_no_length_changes(topology: Topology):
+    workload, found = fitted_workload(load_workload(TUNED_ON), SLOW, Fit.TIME), fitted_topology(topology, SLOW, Fit.TIME)
+    own = load_workload(TUNED_ON)
+    assert SLOW.slowness == 5
+    assert (workload.duration_s, workload.timeout_s) == (5 * own.duration_s, 5 * own.timeout_s)
+    for stream, before in zip(workload.streams, own.streams, strict=True):
+        assert (stream.input_tokens, stream.output_tokens) == (before.input_tokens, before.output_tokens)
+        assert stream.arrivals.mean_per_s() == pytest.approx(before.arrivals.mean_per_s() / 5)
+        assert stream.arrivals.first_s == 5 * before.arrivals.first_s
+    chats, chats_before = found.slo_classes[0], topology.slo_classes[0]
+    assert chats_before.ttft_ms is not None
+    assert chats_before.tpot_ms is not None
+    assert (chats.ttft_ms, chats.tpot_ms) == (5 * chats_before.ttft_ms, 5 * chats_before.tpot_ms)
+    assert found.pools == topology.pools
+    sessions = fitted_workload(load_workload("chat-sessions"), SLOW, Fit.TIME).streams[0].sessions
+    assert sessions is not None
+    assert sessions.gap_s == 5 * load_workload("chat-sessions").streams[0].sessions.gap_s  # type: ignore[union-attr]
+
+
+def test_what_is_neither_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"--fit-machine.*tokens"):
+        fit_of("token")
 
 
 @pytest.mark.parametrize("slower", [1.5, 3, 4.7, 5.5, 8, 20, 300])
