@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from disagg.launch.session import RaySession
 
 FIT_HELP = (
-    "Measure one worker first. Where it is slower than the machine that the shipped workloads were written for, shorten prompts, chunks and "
-    "answers, so that they take as long as there (tokens), or keep those and stretch gaps, durations and targets (time). The table and "
-    "the report say by how much."
+    "Measure one worker first. Where it is slower than the machine that the shipped workloads were written for, shorten prompts, chunks "
+    "and answers, so that they take as long as there (tokens), or keep those and stretch gaps, durations and targets (time). The table "
+    "and the report say by how much."
 )
 
 

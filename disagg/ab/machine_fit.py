@@ -4,10 +4,11 @@ The shipped workloads were written for a core that prefills REFERENCE_PREFILL_TO
 REFERENCE_STEP_S (SmolLM2-135M in bfloat16 on one AVX-512 core: 3,000 tokens in 3.6 s, a step in 19 ms). On a slower one the same requests
 would only measure overload. So, where it is slower,
 
-    tokens  prompts and chunks are times (measured prefill speed / reference), answers times (reference step / measured step); TPOT targets are
-            divided by the answers' factor: a step is so much longer. Rates, durations and TTFT targets stay: it takes as long as there
-    time    everything takes longer by the larger of the two slownesses: gaps between requests, durations and targets. Lengths and chunks
-            stay, so what a chunk is to a step, and a prompt to an answer, is as there; it takes so much longer to measure
+    tokens  prompts and chunks are times (measured prefill speed / reference), answers times (reference step / measured step); TPOT
+            targets are divided by the answers' factor: a step is so much longer. Rates, durations and TTFT targets stay: it takes as
+            long as there
+    time    gaps between requests, durations and targets are longer by the larger of the two slownesses. Lengths and chunks stay, so what
+            a chunk is to a step, and a prompt to an answer, is as there; it takes so much longer to measure
 """
 
 from __future__ import annotations
