@@ -37,6 +37,7 @@ LONE_INPUT_TOKENS, LONE_OUTPUT_TOKENS = 768, 16
 FEWEST_TOKENS = 4
 CHUNK_STEP_TOKENS = 32  # vLLM's attention on CPUs works on blocks of so many
 SMALLEST_CHUNK_TOKENS = 64  # of smaller steps a fixed cost is the larger part
+LEAST_ROOM_TOKENS = 16  # that a long prompt leaves in a step
 CHUNK_KEY, LONG_PROMPT_KEY = "max_num_batched_tokens", "long_prefill_token_threshold"
 TIMEOUT_S = 300.0
 
@@ -158,8 +159,8 @@ def _chunks(args: dict[str, Any], usual_seqs: Any, factor: float) -> dict[str, i
     shorter = min(chunk, max(least, round(chunk * factor / CHUNK_STEP_TOKENS) * CHUNK_STEP_TOKENS))
     if not long_prompt:
         return {CHUNK_KEY: shorter}
-    part = max(1, int(shorter * long_prompt / chunk / CHUNK_STEP_TOKENS)) * CHUNK_STEP_TOKENS
-    return {CHUNK_KEY: shorter, LONG_PROMPT_KEY: min(part, long_prompt)}
+    room = max(LEAST_ROOM_TOKENS, round(shorter * (chunk - long_prompt) / chunk))
+    return {CHUNK_KEY: shorter, LONG_PROMPT_KEY: min(shorter - room, long_prompt)}
 
 
 def lone_worker(topology: Topology) -> Arm:

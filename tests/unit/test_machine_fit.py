@@ -57,7 +57,7 @@ def test_chunks_shrink_with_the_prompts_and_targets_grow_with_the_step(topology:
     assert [c.tpot_ms for c in found.slo_classes] == [None if c.tpot_ms is None else 5 * c.tpot_ms for c in topology.slo_classes]
     assert [c.ttft_ms for c in found.slo_classes] == [c.ttft_ms for c in topology.slo_classes]
     prefill = found.engine_args(Role.PREFILL)
-    assert (prefill["max_num_batched_tokens"], prefill["long_prefill_token_threshold"]) == (128, 96)
+    assert (prefill["max_num_batched_tokens"], prefill["long_prefill_token_threshold"]) == (128, 104)
     assert found.engine_args(Role.DECODE)["max_num_batched_tokens"] == 128
     assert found.with_mode(Mode.COLOCATED).engine_args(Role.COLOCATED)["max_num_batched_tokens"] == 64
     assert found.pools.prefill is not None
@@ -91,7 +91,7 @@ def test_what_is_neither_is_refused_by_name():
 @pytest.mark.parametrize("slower", [1.5, 3, 4.7, 5.5, 8, 20, 300])
 def test_a_long_prompt_leaves_room_in_each_step(topology: Topology, slower: float):
     args = fitted_topology(topology, Speed(REFERENCE_PREFILL_TOKENS_PER_S / slower, REFERENCE_STEP_S, 1)).engine_args(Role.PREFILL)
-    assert 32 <= args["long_prefill_token_threshold"] <= args["max_num_batched_tokens"] - 32
+    assert 48 <= args["long_prefill_token_threshold"] <= args["max_num_batched_tokens"] - 16
     assert args["max_num_batched_tokens"] == max(64, round(512 / slower / 32) * 32)
 
 
