@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +18,7 @@ if TYPE_CHECKING:
     from disagg.plan.load import Load
     from disagg.plan.planner import Plan, Say
     from disagg.plan.question import Question
+    from disagg.plan.trial import Mapped
 
 
 def register(app: typer.Typer) -> None:
@@ -50,6 +56,9 @@ def plan(
     decode_price: float | None = typer.Option(None, "--decode-price", min=0, help="Of one hour of a --decode-gpu; default: --price."),
     gpus_per_host: int = typer.Option(8, "--gpus-per-host", min=1, help="A worker does not span hosts."),
     requests: int = typer.Option(1500, "--requests", min=100, help="That a simulation sends at most; large clusters need more to fill."),
+    jobs: int | None = typer.Option(
+        None, "--jobs", min=1, help="Processes that simulate; default: as many as cores are usable, one for clusters of less than 8 GPUs."
+    ),
     flips: bool = typer.Option(
         True, "--flips/--no-flips", help="Also simulate other lengths and cached prompts, to see what would turn it."
     ),
@@ -62,6 +71,7 @@ def plan(
     from rich.console import Console
 
     from disagg.errors import ConfigError
+    from disagg.plan.planner import make_plan
 
     if gpus is None and rate is None:
         raise ConfigError(key="--gpus", value=None, expected="a number of GPUs, or --rate to ask for it")
@@ -76,21 +86,36 @@ def plan(
         question = _measured(question, profile, link, [quantization, speculative, kv_dtype if kv_dtype != "bf16" else None])
     question = _changed(question, tp, attainment, price, decode_price, gpus_per_host)
     console = Console(stderr=True, highlight=False)
-    with console.status("") as status:
+    processes = jobs or (1 if gpus is not None and gpus < 8 else _usable_cores())
+    with _workers(processes) as mapped, console.status("") as status:
         if gpus is None:
             assert rate is not None
-            typer.echo(_sizes(question, rate, status.update, as_json))
+            typer.echo(_sizes(question, rate, status.update, as_json, mapped))
             return
         if rate is not None:
             question = question.with_load(_at_rate(question.load, rate))
-        found = _planned(question, status.update, flips)
+        found = make_plan(question, status.update, with_flips=flips, mapped=mapped)
     _show(found, as_json, out, model)
 
 
-def _planned(question: Question, say: Say, flips: bool) -> Plan:
-    from disagg.plan.planner import make_plan
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-    return make_plan(question, say, with_flips=flips)
+
+@contextlib.contextmanager
+def _workers(processes: int) -> Iterator[Mapped]:
+    """`map` over so many processes."""
+    if processes == 1:
+        yield map
+        return
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(method)
+    context.set_forkserver_preload(["disagg.plan.planner"])
+    with ProcessPoolExecutor(processes, mp_context=context) as executor:
+        try:
+            yield executor.map
+        finally:
+            executor.shutdown(cancel_futures=True)
 
 
 def _show(found: Plan, as_json: bool, out: Path | None, model: str) -> None:
@@ -109,11 +134,11 @@ def _show(found: Plan, as_json: bool, out: Path | None, model: str) -> None:
     typer.echo(f"{out}", err=True)
 
 
-def _sizes(question: Question, rate: float, say: Say, as_json: bool) -> str:
+def _sizes(question: Question, rate: float, say: Say, as_json: bool, mapped: Mapped) -> str:
     from disagg.plan.size import find_sizes
     from disagg.plan.text import size_json, size_text
 
-    sizes = find_sizes(question, rate, say)
+    sizes = find_sizes(question, rate, say, mapped)
     return json.dumps(size_json(question, rate, sizes), indent=1) if as_json else size_text(question, rate, sizes)
 
 

@@ -8,13 +8,12 @@ needs no simulation: the goodputs tell which rates each plan carries.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from disagg.plan.load import Load, stretched, with_cached
 from disagg.plan.question import Question
 from disagg.plan.screen import Screen
-from disagg.plan.trial import Trial, Trials
+from disagg.plan.trial import Mapped, Trial, figures_at
 
 _FACTORS = (0.25, 0.35, 0.5, 0.7, 1.4, 2.0, 2.8, 4.0)
 
@@ -33,7 +32,7 @@ class Flip:
         return self.disagg > self.colocated
 
 
-def flips(question: Question, disagg: Trial, colocated: Trial, screen: Screen, say: Callable[[str], None]) -> tuple[Flip, ...]:
+def flips(question: Question, disagg: Trial, colocated: Trial, screen: Screen, mapped: Mapped = map) -> tuple[Flip, ...]:
     """The winners under prompts and answers 20 % shorter and longer, and with half of each prompt cached."""
     if not (disagg.goodput_rps and colocated.goodput_rps):
         return ()
@@ -45,21 +44,20 @@ def flips(question: Question, disagg: Trial, colocated: Trial, screen: Screen, s
         ("answers 20 % longer", stretched(load, outputs=1.2)),
         ("half of each prompt cached", with_cached(load, 0.5)),
     ]
-    before = [screen.goodput_rps(t.candidate) for t in (disagg, colocated)]
-    found = []
-    for change, other in changes:
-        if _is_too_long(question, other):
-            continue
-        say(f"simulating {change}")
-        changed = question.with_load(other)
-        trials, after = Trials(changed), Screen(changed)
-        expected = [
-            t.goodput_rps * (after.goodput_rps(t.candidate) / b if b else 1.0) for t, b in zip((disagg, colocated), before, strict=True)
-        ]
-        rate = max(math.sqrt(expected[0] * expected[1]), max(expected) / 2)  # a plan that the change breaks loses at any rate
-        shares = [trials.at(t.candidate, rate).attainment for t in (disagg, colocated)]
-        found.append(Flip(change, rate, shares[0], shares[1]))
-    return tuple(found)
+    changes = [(change, other) for change, other in changes if not _is_too_long(question, other)]
+    winners = (disagg, colocated)
+    before = [screen.goodput_rps(t.candidate) for t in winners]
+    rates = [_rate_between(Screen(question.with_load(other)), winners, before) for _, other in changes]
+    jobs = [(question.with_load(other), t.candidate, rate) for (_, other), rate in zip(changes, rates, strict=True) for t in winners]
+    shares = [figures.attainment for figures in mapped(figures_at, *zip(*jobs, strict=True))]
+    pairs = zip(shares[::2], shares[1::2], strict=True)
+    return tuple(Flip(change, rate, *pair) for (change, _), rate, pair in zip(changes, rates, pairs, strict=True))
+
+
+def _rate_between(after: Screen, winners: tuple[Trial, Trial], before: list[float]) -> float:
+    """A rate between what the winners will carry, by the formulas' trend; `before`: what the formulas gave them."""
+    expected = [t.goodput_rps * (after.goodput_rps(t.candidate) / b if b else 1.0) for t, b in zip(winners, before, strict=True)]
+    return max(math.sqrt(expected[0] * expected[1]), max(expected) / 2)  # a plan that the change breaks loses at any rate
 
 
 def turning_points(question: Question, disagg: Trial, colocated: Trial, screen: Screen) -> tuple[str, ...]:

@@ -2,12 +2,16 @@
 
 screened ──> the best two of disagg, the best two of colocated ──simulated──> their neighbours ──> adaptive on the winner's workers
                                                                                  └──> verdict, its distance from flipping
+
+Simulations are what takes time, so: what cannot beat the best of its kind by arithmetic alone is not simulated (Screen.most_rps), and
+what does not hold just above the best one's goodput is simulated once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from disagg.errors import ConfigError
 from disagg.plan.candidate import Candidate
@@ -15,10 +19,11 @@ from disagg.plan.flip import Flip, flips, turning_points
 from disagg.plan.question import Question, check
 from disagg.plan.screen import Screen
 from disagg.plan.search import Screened, adaptive_of, neighbours, screened
-from disagg.plan.trial import Figures, Trial, Trials, best_of
+from disagg.plan.trial import Figures, Mapped, Trial, Trials, best_of, figures_at
 from disagg.types import Mode
 
 FINALISTS = 2  # of each kind
+MOST_MOVES = 3  # from a winner to a better neighbour
 SHOWN = 5
 TOLERANCE = 0.04  # of a goodput
 CLEAR = 0.05  # by so much a goodput must be higher, for a plan to be called better: the noise of a search is about half of it
@@ -53,36 +58,68 @@ class Plan:
         return self.disagg.goodput_rps / self.colocated.goodput_rps
 
 
-def make_plan(question: Question, say: Say = lambda text: None, *, with_flips: bool = True) -> Plan:
-    """Answer the question. `say` hears what is being done. Raises ConfigError for what no plan can do, naming what stands in the way."""
+def make_plan(question: Question, say: Say = lambda text: None, *, with_flips: bool = True, mapped: Mapped = map) -> Plan:
+    """Answer the question. `say` hears what is being done. `mapped`: how simulations that do not depend on each other are run.
+
+    Raises ConfigError for what no plan can do, naming what stands in the way.
+    """
     check(question)
     say("screening")
-    screen, trials = Screen(question), Trials(question)
+    screen = Screen(question)
     found = screened(screen)
     if found[0].estimate_rps == 0:
         raise ConfigError(_nothing_keeps(question, screen, found), key="slo", expected="targets that an idle cluster keeps")
-    race = _Race(screen, trials, say)
-    colocated = race.run([s for s in found if s.candidate.mode is Mode.COLOCATED])
-    disagg = race.run([s for s in found if s.candidate.mode is Mode.DISAGG])
+    say(f"{len(found)} plans screened; simulating the best of each kind")
+    kinds = [[s for s in found if s.candidate.mode is mode] for mode in (Mode.COLOCATED, Mode.DISAGG)]
+    # Another process cannot be heard meanwhile.
+    first, second = mapped(partial(raced, say=say) if mapped is map else raced, [question] * 2, kinds)
+    colocated, two_pools = first.best, second.best
+    trials, runs = [*first.trials, *second.trials], first.runs + second.runs
     assert colocated is not None
-    two_pools = disagg
-    if disagg is not None and (adaptive := adaptive_of(disagg.candidate, question)) is not None:
-        two_pools = best_of([disagg, race.try_out(adaptive, disagg.goodput_rps, disagg)])
+    if two_pools is not None and (adaptive := adaptive_of(two_pools.candidate, question)) is not None:
+        say(f"{runs} simulations; now {adaptive.name}")
+        trial = Trials(question).goodput(adaptive, two_pools.goodput_rps, tolerance=TOLERANCE, rival_rps=two_pools.goodput_rps)
+        runs += trial.num_runs
+        trials.append(trial)
+        two_pools = best_of([two_pools, trial])
     chosen, verdict = judge(two_pools, colocated)
     if chosen.goodput_rps == 0:
-        raise ConfigError(_nothing_holds(question, race.trials), key="slo", expected="targets or GPUs with more room")
-    ordered = sorted(race.trials, key=lambda t: (-t.goodput_rps, t.candidate.name))
-    at_rate = []
-    for trial in ordered[:SHOWN]:
-        rate = min(question.load.rate_rps, trial.goodput_rps)
-        at_rate.append(trials.at(trial.candidate, rate) if rate else None)
+        raise ConfigError(_nothing_holds(question, trials), key="slo", expected="targets or GPUs with more room")
+    ordered = tuple(sorted(trials, key=lambda t: (-t.goodput_rps, t.candidate.name)))
+    say(f"{runs} simulations; now the best ones at the workload's rate")
+    at_rate = _at_rate(question, ordered[:SHOWN], mapped)
+    runs += sum(at is not None for at in at_rate)
     duels: tuple[Flip, ...] = ()
     turns: tuple[str, ...] = ()
     if with_flips and two_pools is not None:
-        duels = flips(question, two_pools, colocated, screen, say)
+        say(f"{runs} simulations; now both winners under other lengths")
+        duels = flips(question, two_pools, colocated, screen, mapped)
         turns = turning_points(question, two_pools, colocated, screen)
-    runs = trials.num_runs + 2 * len(duels)
-    return Plan(question, tuple(ordered), tuple(at_rate), two_pools, colocated, chosen, verdict, duels, turns, len(found), runs)
+    return Plan(question, ordered, at_rate, two_pools, colocated, chosen, verdict, duels, turns, len(found), runs + 2 * len(duels))
+
+
+def _at_rate(question: Question, trials: Sequence[Trial], mapped: Mapped) -> tuple[Figures | None, ...]:
+    """Of each plan at the workload's rate, or at its goodput where that is lower; None where nothing holds."""
+    rates = [min(question.load.rate_rps, trial.goodput_rps) for trial in trials]
+    jobs = [(question, trial.candidate, rate) for trial, rate in zip(trials, rates, strict=True) if rate]
+    found = iter(mapped(figures_at, *zip(*jobs, strict=True)))
+    return tuple(next(found) if rate else None for rate in rates)
+
+
+@dataclass(frozen=True, slots=True)
+class Raced:
+    """What came of one kind of plan: the best one (None: there is no such plan), all that were simulated, and in how many runs."""
+
+    best: Trial | None
+    trials: tuple[Trial, ...]
+    runs: int
+
+
+def raced(question: Question, ranked: Sequence[Screened], say: Say = lambda text: None) -> Raced:
+    """Simulate the first few of one kind, then whatever beats the best of them one step away."""
+    race = _Race(Screen(question), Trials(question), say)
+    best = race.run(ranked)
+    return Raced(best, tuple(race.trials), sum(trial.num_runs for trial in race.trials))
 
 
 class _Race:
@@ -103,26 +140,35 @@ class _Race:
         best: Trial | None = None
         self._bias = 1.0
         for each in finalists:
+            if best is not None and not self._may_win(each.candidate, best):
+                continue
             trial = self.try_out(each.candidate, (each.estimate_rps or 1.0) * self._bias, best)
             if each.estimate_rps and trial.goodput_rps:
                 self._bias = trial.goodput_rps / each.estimate_rps
             best = trial if best is None else best_of([best, trial])
         assert best is not None
-        for near in neighbours(self._screen, best.candidate):
-            best = best_of([best, self.try_out(near, best.goodput_rps or 1.0, best)])
+        for _ in range(MOST_MOVES):
+            before = best
+            for near in neighbours(self._screen, before.candidate):
+                if self._may_win(near, best):
+                    best = best_of([best, self.try_out(near, best.goodput_rps or 1.0, best)])
+            if best is before:
+                break
         return best
 
+    def _may_win(self, candidate: Candidate, rival: Trial) -> bool:
+        """Whether its workers' time allows more than the rival's goodput at all, in a run that serves on after it has sent."""
+        most_rps = self._screen.most_rps(candidate)
+        return most_rps * self._screen.question.overhang(most_rps) > rival.goodput_rps
+
     def try_out(self, candidate: Candidate, start_rps: float, rival: Trial | None = None) -> Trial:
-        """Its goodput; no further than is needed to see that it is below the rival's."""
+        """Its goodput; where a rival is better, just that."""
         known = next((t for t in self.trials if t.candidate == candidate), None)
         if known is not None:
             return known
-        self._say(f"simulating {candidate.name}")
-        if rival is None or not rival.goodput_rps:
-            trial = self._runner.goodput(candidate, start_rps, tolerance=TOLERANCE)
-        else:  # most lose already just above the rival's goodput, or a step below it
-            start_rps = min(start_rps, rival.goodput_rps * (1 + TOLERANCE))
-            trial = self._runner.goodput(candidate, start_rps, tolerance=TOLERANCE, enough_rps=rival.goodput_rps)
+        ahead = "" if rival is None else f"; ahead: {rival.candidate.name} with {rival.goodput_rps:.3g}/s"
+        self._say(f"{self._runner.num_runs} simulations; now {candidate.name}{ahead}")
+        trial = self._runner.goodput(candidate, start_rps, tolerance=TOLERANCE, rival_rps=rival.goodput_rps if rival else None)
         self.trials.append(trial)
         return trial
 

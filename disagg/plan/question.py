@@ -86,6 +86,12 @@ class Question:
         settled_s = _SETTLED * float(np.mean(s.outputs * pace_s))
         return int(min(self.requests, max(LEAST_REQUESTS, rate_rps * settled_s)))
 
+    def overhang(self, rate_rps: float) -> float:
+        """By how much longer a simulation at that rate serves than it sends, at most: 1.2 is a fifth."""
+        s = self.load.sample
+        last_s = float(np.mean(s.outputs * np.minimum(s.tpot_s, _SLOW_TOKEN_S) + np.minimum(s.ttft_s, s.outputs * _SLOW_TOKEN_S)))
+        return 1 + last_s * rate_rps / self.requests_at(rate_rps)
+
     def settings(self, device: Device, tp: int, chunk: int = 2048, max_seqs: int = 256) -> SimulatedSettings:
         """Of one worker's engine."""
         block_tokens = self.profile.block_tokens if self.profile else BLOCK_TOKENS

@@ -25,10 +25,12 @@ from disagg.perf.roofline import PrefillChunk
 from disagg.plan.candidate import Candidate, PoolPlan
 from disagg.plan.load import Load, Numbers, Sample
 from disagg.plan.question import Question
+from disagg.types import Mode
 
 FULL = 0.98  # share of its time that a queueing formula still describes
 _ROUND_TRIPS_S = 3e-3  # client, gateway, worker and back; and the wait for the step under way counts in addition
 _FILLED_STEP = 2048  # prompts that wait are computed together up to so many tokens
+_SLACK = 1.1  # that prompts in steps longer than a filled one may save
 _SQRT2 = math.sqrt(2)
 
 
@@ -113,6 +115,38 @@ class Screen:
             middle = (low + high) / 2
             low, high = (middle, high) if self.attainment(candidate, middle) >= self.question.level else (low, middle)
         return low
+
+    def most_rps(self, candidate: Candidate) -> float:
+        """A rate that no scheduler can pass: the wanted share of requests, the cheapest ones, fill all the workers' time.
+
+        Prompts at their quickest, in filled steps; a token's share of a step of the largest batch that keeps the loosest target.
+        """
+        s = self.load.sample
+        gaps = np.maximum(0.0, s.outputs - 1)
+        if candidate.colocated is not None:
+            pool = candidate.colocated
+            worker = self.worker(pool.device, pool.tp)
+            return _SLACK * pool.count / self._cheapest(worker.prefill(s, pool.chunk)[1] + gaps * self._token_s(worker, pool.max_seqs))
+        p, d = candidate.prefill, candidate.decode
+        assert p is not None
+        assert d is not None
+        source, sink = self.worker(p.device, p.tp), self.worker(d.device, d.tp)
+        prompts, tokens = source.prefill(s, p.chunk)[1], gaps * self._token_s(sink, d.max_seqs)
+        if candidate.mode is Mode.ADAPTIVE:  # any worker may do either
+            return _SLACK * (p.count + d.count) / self._cheapest(prompts + tokens)
+        return _SLACK * min(p.count / self._cheapest(prompts), d.count / max(1e-9, self._cheapest(tokens)))
+
+    def _cheapest(self, seconds: Numbers) -> float:
+        """Mean over all requests of what the wanted share of them costs at least."""
+        kept = np.sort(seconds)[: math.ceil(self.question.level * len(seconds))]
+        return float(np.sum(kept)) / len(seconds)
+
+    def _token_s(self, worker: Worker, max_seqs: int) -> float:
+        """Of a worker's time for one token, at least: the step is shared by as many as may be."""
+        context = max(1.0, float(np.min(self.load.sample.inputs)))
+        loosest_s = float(np.max(self.load.sample.tpot_s))
+        batch = min(max_seqs, worker.largest_batch(loosest_s, context) if math.isfinite(loosest_s) else max_seqs)
+        return worker.decode_s(batch, context) / batch
 
     def attainment(self, candidate: Candidate, rate_rps: float) -> float:
         """Expected share of requests inside their class, 0 where a pool cannot keep up."""

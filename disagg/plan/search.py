@@ -22,9 +22,9 @@ class Screened:
     estimate_rps: float
 
 
-def screened(screen: Screen) -> list[Screened]:
-    """Every plan worth a look, best estimate first; of plans that differ in the chunk alone only the best."""
-    found = [Screened(c, screen.goodput_rps(c)) for c in _candidates(screen)]
+def screened(screen: Screen, mode: Mode | None = None) -> list[Screened]:
+    """Every plan worth a look, best estimate first; of plans that differ in the chunk alone only the best. `mode`: only such."""
+    found = [Screened(c, screen.goodput_rps(c)) for c in _candidates(screen) if mode in (None, c.mode)]
     found.sort(key=lambda s: (-s.estimate_rps, s.candidate.name))
     seen: set[object] = set()
     best = []

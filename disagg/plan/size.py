@@ -10,18 +10,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from disagg.errors import ConfigError
 from disagg.plan.candidate import Candidate
 from disagg.plan.question import Question, check
 from disagg.plan.screen import Screen
 from disagg.plan.search import Screened, screened
-from disagg.plan.trial import Figures, Trials
+from disagg.plan.trial import Figures, Mapped, Trials
 from disagg.types import Mode
 
 MOST_GPUS = 1 << 16
 CELL_GPUS = 16  # of one kind of plan; what needs more is cut into cells
 _TRIES = 4
+Say = Callable[[str], None]
+
+
+def _nobody(text: str) -> None:
+    """Hears it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,34 +44,35 @@ class Size:
         return self.cells * self.candidate.gpus
 
 
-def find_sizes(question: Question, rate_rps: float, say: Callable[[str], None] = lambda text: None) -> list[Size]:
-    """The fewest GPUs for `rate_rps`, one plan of each kind, fewest first. Raises ConfigError where no number of GPUs would do."""
+def find_sizes(question: Question, rate_rps: float, say: Say = _nobody, mapped: Mapped = map) -> list[Size]:
+    """The fewest GPUs for `rate_rps`, one plan of each kind, fewest first. Raises ConfigError where no number of GPUs would do.
+
+    `say` hears what is being done. `mapped`: how both kinds are found.
+    """
     if not (rate_rps > 0 and math.isfinite(rate_rps)):
         raise ConfigError(key="rate", value=rate_rps, expected="requests/s above 0")
-    found = []
-    screened_at: dict[int, list[Screened]] = {}
-    for mode in (Mode.COLOCATED, Mode.DISAGG):
-        say(f"sizing {mode.value}")
-        size = _Sizing(question, mode, rate_rps, say, screened_at).run()
-        if size is not None:
-            found.append(size)
+    say(f"how many GPUs carry {rate_rps:.4g} requests/s")
+    of_kind = partial(_sized, say=say) if mapped is map else _sized  # another process cannot be heard meanwhile
+    both = mapped(of_kind, [question] * 2, [rate_rps] * 2, [Mode.COLOCATED, Mode.DISAGG])
+    found: list[Size] = [size for size in both if size is not None]
     if not found:
         raise ConfigError(key="slo", value=question.load.trace.name, expected="targets that some number of GPUs keeps")
     return sorted(found, key=lambda s: (s.gpus, s.candidate.name))
 
 
+def _sized(question: Question, rate_rps: float, mode: Mode, say: Say = _nobody) -> Size | None:
+    return _Sizing(question, mode, rate_rps, say).run()
+
+
 class _Sizing:
     """For one kind of plan: from the formulas' number of GPUs to the smallest that the simulator accepts."""
 
-    def __init__(
-        self, question: Question, mode: Mode, rate_rps: float, say: Callable[[str], None], screened_at: dict[int, list[Screened]]
-    ) -> None:
-        """`screened_at`: what the formulas found, by GPUs; shared between the kinds."""
+    def __init__(self, question: Question, mode: Mode, rate_rps: float, say: Say) -> None:
         self._question = question
         self._mode = mode
         self._rate_rps = rate_rps
         self._say = say
-        self._screened_at = screened_at
+        self._screened_at: dict[int, list[Screened]] = {}
         self._runs = 0
 
     def run(self) -> Size | None:
@@ -125,8 +132,8 @@ class _Sizing:
 
     def _ranked(self, question: Question) -> list[Screened]:
         if question.gpus not in self._screened_at:
-            self._screened_at[question.gpus] = screened(Screen(question))
-        return [s for s in self._screened_at[question.gpus] if s.candidate.mode is self._mode and s.estimate_rps > 0]
+            self._screened_at[question.gpus] = screened(Screen(question), self._mode)
+        return [s for s in self._screened_at[question.gpus] if s.estimate_rps > 0]
 
     def _step(self) -> int:
         """GPUs by which a cluster grows: the smallest degree that holds the model."""

@@ -129,18 +129,22 @@ def _table(plan: Plan) -> str:
     low, high = (min(shown), max(shown)) if shown else (0.0, 0.0)
     at_rate = f"{low:,.3g}" if low == high else f"{low:,.3g} to {high:,.3g}"
     lines.append(
-        f"goodput: requests/s with {q.level:.0%} inside their class, to {TOLERANCE:.0%} for the best of each kind and to 15% for what lost "
-        f"to it; latencies in ms at {at_rate} requests/s; all simulated"
+        f"goodput: requests/s with {q.level:.0%} inside their class, to {TOLERANCE:.0%}; ~: lost to another plan in one run, in which "
+        f"it served about so many in class; latencies in ms at {at_rate} requests/s; all simulated"
     )
     return "\n".join(lines)
 
 
 def _row(q: Question, number: int, trial: Trial, at: Figures | None) -> str:
-    line = f"{number:<3}{trial.candidate.name:<52}{trial.goodput_rps:>10,.2f}{trial.goodput_rps / q.gpus:>9,.3f}"
+    line = f"{number:<3}{trial.candidate.name:<52}{_about(trial):>10}{trial.goodput_rps / q.gpus:>9,.3f}"
     if at is not None:
         line += f"{_percentiles(at.ttft, 10, 8)}{_percentiles(at.tpot, 10, 7, digits=1)}{at.attainment:>9.1%}"
     cost = cost_per_million(q, trial)
     return line + (f"{cost:>9,.2f}" if cost is not None else "")
+
+
+def _about(trial: Trial) -> str:
+    return f"{'~' if trial.is_rough else ''}{trial.goodput_rps:,.2f}"
 
 
 def _percentiles(summary: Summary, first: int, rest: int, digits: int = 0) -> str:
@@ -266,6 +270,7 @@ def _trial_json(q: Question, trial: Trial, at: Figures | None) -> dict[str, Any]
         "mode": trial.candidate.mode.value,
         "pools": pools,
         "goodput_rps": trial.goodput_rps,
+        "goodput_is_rough": trial.is_rough,
         "goodput_rps_per_gpu": trial.goodput_rps / q.gpus,
         "limit": trial.limit(),
         "cost_per_hour": trial.candidate.cost_per_hour(q),

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from disagg.plan.candidate import Candidate, topology_of
 from disagg.plan.load import Load
 from disagg.plan.question import Question
 from disagg.sim.cluster import Simulation
-from disagg.sim.goodput import Goodput, find_goodput
 from disagg.sim.outcome import Outcome, SimReport
 from disagg.sim.settings import SimSettings
 from disagg.slo import Summary, summarise
 
+Mapped = Callable[..., Iterable[Any]]  # `map`, or one that shares the calls out among processes
 WARM_UP = 0.35  # of the requests, at the beginning
+_STEPS_UP = ((0.99, 1.4), (0.95, 1.12), (0.0, 1.05))  # (share at least, factor) from a rate that holds to the next one
+_CLOSE = 0.2  # of the share that may miss: with so much of it left, a rate is near enough to the goodput
+_COLLAPSED = 0.5
+_MOST_RUNS = 16  # for one plan's goodput
 _BUSY = 0.9  # share of its time from which on a pool is the limit
 TIMEOUT_S = 1800.0
 _FIRST = ("ttft", "refused_ttft")
@@ -59,7 +64,8 @@ class Figures:
 class Trial:
     """One simulated plan. `goodput_rps`: the highest rate that was seen to hold; 0: none was found.
 
-    `best`: its figures there; `beyond`: at the lowest rate that did not hold, which says what limits it.
+    `best`: its figures there; `beyond`: at the lowest rate that did not hold, or hardly held, which says what limits it. `is_rough`: it
+    lost to another plan in one run, and `goodput_rps` is what it served in class there, over the share that must be.
     """
 
     candidate: Candidate
@@ -67,6 +73,7 @@ class Trial:
     best: Figures | None
     beyond: Figures | None
     num_runs: int
+    is_rough: bool = False
 
     def limit(self) -> str:
         """What limits it, in a few words: which target is missed, by how many, and how busy the pool behind it is then."""
@@ -96,18 +103,29 @@ class Trials:
         self.num_runs = 0
         self._kept: dict[tuple[Candidate, int, float], Figures] = {}
 
-    def goodput(self, candidate: Candidate, start_rps: float, *, tolerance: float = 0.03, enough_rps: float | None = None) -> Trial:
-        """Find the highest rate that the plan holds, from `start_rps` on; `enough_rps`: stop once it is known to be below."""
+    def goodput(self, candidate: Candidate, start_rps: float, *, tolerance: float = 0.03, rival_rps: float | None = None) -> Trial:
+        """Find the highest rate that the plan holds, to `tolerance`, from `start_rps` on.
+
+        `rival_rps`: of a plan that it has to beat. Where it does not hold just above that, one run is all it gets.
+        """
         before = self.num_runs
-
-        def attainment(rate_rps: float) -> float:
-            return self.at(candidate, rate_rps).attainment
-
-        level = self.question.level
-        found: Goodput = find_goodput(attainment, start=start_rps, level=level, tolerance=tolerance, enough=enough_rps)
-        best = self.at(candidate, found.rate) if found.rate else None
-        beyond = self.at(candidate, found.failing_rate) if found.failing_rate else None
-        return Trial(candidate, found.rate, best, beyond, self.num_runs - before)
+        low: Figures | None = None
+        high: Figures | None = None
+        failed = 0  # in a row
+        rate_rps: float | None = start_rps if not rival_rps else rival_rps * (1 + tolerance)
+        for _ in range(_MOST_RUNS):
+            if rate_rps is None:
+                break
+            at = self.at(candidate, rate_rps)
+            if at.attainment >= self.question.level:
+                low, failed = at, 0
+            else:
+                high, failed = at, failed + 1
+                if rival_rps and low is None:
+                    rough_rps = min(rival_rps, at.rate_rps * at.attainment / self.question.level)
+                    return Trial(candidate, rough_rps, None, at, self.num_runs - before, is_rough=True)
+            rate_rps = _next_rps(low, high, self.question.level, tolerance, failed)
+        return Trial(candidate, low.rate_rps if low else 0.0, low, high or low, self.num_runs - before)
 
     def at(self, candidate: Candidate, rate_rps: float, load: Load | None = None) -> Figures:
         """Figures at `rate_rps`; `load`: another one than the question's."""
@@ -115,11 +133,34 @@ class Trials:
         key = (candidate, id(load), rate_rps)
         if key not in self._kept:
             self.num_runs += 1
-            self._kept[key] = _run(self.question.with_load(load), candidate, rate_rps)
+            self._kept[key] = figures_at(self.question.with_load(load), candidate, rate_rps)
         return self._kept[key]
 
 
-def _run(question: Question, candidate: Candidate, rate_rps: float) -> Figures:
+def _next_rps(low: Figures | None, high: Figures | None, level: float, tolerance: float, failed: int) -> float | None:
+    """Where to look next, between a rate that holds and one that does not, or beyond the only one of them; None: near enough.
+
+    Up in steps that shrink as the share does. Down to what was still served in class: requests that cannot be in time are refused, so
+    that an overloaded cluster serves about its goodput. `failed`: rates in a row that did not hold.
+    """
+    if low is not None and low.attainment <= level + _CLOSE * (1 - level):
+        return None
+    if high is None:
+        assert low is not None
+        return low.rate_rps * next(step for share, step in _STEPS_UP if low.attainment >= share)
+    served_rps = high.rate_rps * high.attainment / level
+    below_rps = high.rate_rps / (1 + tolerance)
+    if low is None:
+        return max(high.rate_rps / 3, min(high.rate_rps / (1 + tolerance) ** failed, served_rps))
+    if below_rps <= low.rate_rps * (1 + 1e-9):
+        return None
+    if high.attainment < _COLLAPSED or failed > 1:  # without admission what it serves late says nothing
+        served_rps = math.sqrt(low.rate_rps * high.rate_rps)
+    return max(low.rate_rps * (1 + tolerance), min(below_rps, served_rps))
+
+
+def figures_at(question: Question, candidate: Candidate, rate_rps: float) -> Figures:
+    """One simulation."""
     topology = topology_of(question, candidate)
     requests = question.load.sent(rate_rps, question.requests_at(rate_rps))
     degrees = [pool.tp for pool in candidate.pools.values()]

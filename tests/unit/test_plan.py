@@ -181,6 +181,27 @@ def test_the_command_line_names_what_is_wrong(options: list[str], said: str, tmp
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+def test_processes_change_nothing_but_the_time(tmp_path: Path) -> None:
+    (tmp_path / "w.yaml").write_text(WORKLOAD)
+    options = [
+        "--model",
+        "llama-3.1-8b",
+        "--gpu",
+        "l40s",
+        "--gpus",
+        "2",
+        "--tp",
+        "1",
+        "--workload",
+        str(tmp_path / "w.yaml"),
+        "--slo",
+        "chat",
+    ]
+    one, two = (CliRunner().invoke(app, ["plan", *options, "--requests", "100", "--json", "--jobs", jobs]) for jobs in "12")
+    assert one.exit_code == two.exit_code == 0, two.output
+    assert one.stdout == two.stdout
+
+
 def measured_worker(**changes: Any) -> Profile:
     """A core on which a prompt token takes 2 ms and a step of one 50 ms."""
     steps = StepCoefficients(base_s=0.05, over_s=0.0, prompt_token_s=2e-3, pair_s=1e-7, decode_s=2e-3, context_s=1e-7)
