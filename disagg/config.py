@@ -176,6 +176,7 @@ class GatewaySettings(_Strict):
 
     HTTP is health, metrics and, with engine.kind vllm, OpenAI's API. `http_args`: arguments of vLLM's API server by their Python names,
     such as chat_template, enable_auto_tool_choice and tool_call_parser. `token_file`: bearer tokens, one a line; who calls must have one.
+    `max_message_mib`: the largest request that is read, null for `max_message_bytes`; reading one takes the gateway's time from all others.
     Off loopback a token or client certificates are needed, unless `insecure` says that the network is safe.
     `wedged_after_s`: a pool whose workers all hold requests and do nothing for so long, no step and no token, is not ready.
     `traces_endpoint`: where OpenTelemetry spans go (OTLP over gRPC, http://HOST:4317). `drain_s`: how long running requests may take to end
@@ -186,7 +187,7 @@ class GatewaySettings(_Strict):
     port: Port = 8500
     http_port: Port | None = 8000
     http_args: PoolArgs = Field(default_factory=dict)
-    max_message_mib: PositiveInt = 64
+    max_message_mib: PositiveInt | None = None
     tls: TlsSettings | None = None
     token_file: FilePath | None = None
     insecure: bool = False
@@ -200,6 +201,12 @@ class GatewaySettings(_Strict):
         if isinstance(value, Mapping) and value.get("port") == 0 and "http_port" not in value:
             return {**value, "http_port": 0}
         return value
+
+    def max_message_bytes(self, max_model_len: int) -> int:
+        """Bytes of the largest request. Unless the topology says it, 4 MiB, or more where a prompt of all the context could need it."""
+        if self.max_message_mib is not None:
+            return self.max_message_mib << 20
+        return max(4 << 20, 16 * max_model_len)  # a token is a word of text, or seven digits and their comma, and some slack
 
     @model_validator(mode="after")
     def _open_only_to_friends(self) -> GatewaySettings:

@@ -152,7 +152,7 @@ class _HttpDoor:
             # Torch comes with vLLM; nothing computes here, and the cores belong to engines.
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             door = await asyncio.to_thread(importlib.import_module, "disagg.front.openai_server")
-            edge = EdgeSettings(topology.slo_classes, settings.max_message_mib << 20, check, ops)
+            edge = EdgeSettings(topology.slo_classes, settings.max_message_bytes(served.info.max_model_len), check, ops)
             server: HttpServer = await door.OpenAiServer.start(topology, model, served.info, coordinator, pool, sock, edge, tls)
             return server
 

@@ -172,8 +172,7 @@ class InferenceDoor(InferenceServicer):
             check_text_size(message.text, self._limits)
             return await self._tokens(message.text, is_whole=True)
         if kind == "chat":
-            messages = [{"role": m.role, "content": m.content} for m in message.chat.messages]
-            arguments = check_messages(messages, message.chat.template_arguments_json, self._limits)
+            messages, arguments = check_messages(message.chat, self._limits)
             if self._chat is None:
                 raise InvalidRequestError(
                     field="chat", value="messages", expected="text or token ids: the served model has no chat template"

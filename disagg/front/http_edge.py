@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -32,6 +32,10 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 _ERROR_EVENT = b'data: {"error"'
 _TRY_LATER = (429, 503)
+
+
+# A body beyond the bound is still taken off the wire, and forgotten, up to this: who is cut off while he sends seldom sees why.
+MOST_DISCARDED_BYTES = 64 << 20
 
 
 class BodyTooLargeError(Exception):
@@ -74,16 +78,18 @@ class HttpEdge:
         if page is not None:
             await _respond(send, page.status, page.body, page.content_type.encode(), [])
             return
+        body = _Body(receive, headers, settings.max_body_bytes)
+        receive = body
         try:
             terms = terms_of(headers, settings.slo_classes)
-            receive = _Body(receive, headers, settings.max_body_bytes)
+            body.check_stated()
             if scope["method"] == "POST":
-                terms, receive = await _with_body_terms(terms, receive, settings.slo_classes)
+                terms, receive = await _with_body_terms(terms, body, settings.slo_classes)
         except InvalidRequestError as error:
             await _refuse(send, 400, "BadRequestError", error.message, error.field)
             return
         except BodyTooLargeError as error:
-            await _refuse(send, 413, "RequestEntityTooLargeError", str(error), closing=True)
+            await _refuse(send, 413, "RequestEntityTooLargeError", str(error), closing=not await body.discard())
             return
         token = CURRENT.set(terms)
         try:
@@ -95,13 +101,30 @@ class HttpEdge:
 class _Body:
     """`receive`, with the body bounded. Raises BodyTooLargeError."""
 
-    def __init__(self, receive: Receive, headers: MutableMapping[str, str] | dict[str, str], max_bytes: int) -> None:
+    def __init__(self, receive: Receive, headers: Mapping[str, str], max_bytes: int) -> None:
         self._receive = receive
         self._max_bytes = max_bytes
         self._num_bytes = 0
         stated = headers.get("content-length", "")
-        if stated.isdigit():
-            self._check(int(stated))
+        self._stated_bytes = int(stated) if stated.isascii() and stated.isdigit() else 0
+        self._waits = "expect" in headers  # the client sends its body when it is asked for it
+
+    def check_stated(self) -> None:
+        """Of what the headers say, before anything is read."""
+        self._check(self._stated_bytes)
+
+    async def discard(self) -> bool:
+        """Take the rest off the wire without keeping it. False when that is too much, or not sent yet: then the connection has to go."""
+        if self._waits or self._stated_bytes > MOST_DISCARDED_BYTES:
+            return False
+        while self._num_bytes <= MOST_DISCARDED_BYTES:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                return False
+            self._num_bytes += len(message.get("body", b""))
+            if not message.get("more_body"):
+                return True
+        return False
 
     async def __call__(self) -> Message:
         message = await self._receive()
@@ -112,7 +135,9 @@ class _Body:
 
     def _check(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
-            raise BodyTooLargeError(f"the request's body has over {self._max_bytes} bytes, the most that this gateway takes")
+            raise BodyTooLargeError(
+                f"the request's body has over {self._max_bytes} bytes, the most that this gateway takes (gateway.max_message_mib)"
+            )
 
 
 async def _with_body_terms(terms: Terms, receive: Receive, classes: Sequence[SloClass]) -> tuple[Terms, Receive]:

@@ -13,11 +13,13 @@ from http import HTTPStatus
 from typing import Self
 
 import uvicorn
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 from vllm.exceptions import GracefulHTTPError
 
 from disagg.config import Topology
@@ -100,11 +102,34 @@ def _make_app(
     app = build_app(args, TASKS, config.model_config)
     for fault in (AttributeError, LookupError, AssertionError, RecursionError):
         app.exception_handler(fault)(_misread)
+    app.exception_handler(HTTPException)(_plainly)
+    app.exception_handler(TypeError)(_no_text)
     app.middleware_stack = app.build_middleware_stack()  # anew: what vLLM hangs around its application may have built it before those
     asyncio.run(init_app_state(client, app.state, args, TASKS))
     for handler in logging.getLogger("vllm").handlers:
         handler.addFilter(_is_news)
     return app, client, args
+
+
+async def _plainly(request: Request, fault: HTTPException) -> JSONResponse:
+    """What the framework refuses by itself, in the form of every other error: a body that is no JSON, a path that is not served."""
+    status = HTTPStatus(fault.status_code)
+    message = fault.detail
+    if fault.__cause__ is not None:
+        message = f"the body cannot be read as JSON: {fault.__cause__}"
+    elif status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+        message = f"{request.method} {request.url.path} is not served here"
+    error = create_error_response(message, status.phrase, status)
+    return JSONResponse(error.model_dump(), status, fault.headers)
+
+
+async def _no_text(request: Request, fault: TypeError) -> JSONResponse:
+    """Tokenizers say of half a surrogate pair (JSON can write one) that it is no string."""
+    if "TextEncodeInput" in str(fault):
+        found = "it has half of a surrogate pair (\\ud800 to \\udfff)"
+        fault = TypeError(f"the prompt cannot be written as UTF-8: {found}; expected whole characters")
+    response: JSONResponse = await exception_handler(request, fault)
+    return response
 
 
 async def _misread(request: Request, fault: Exception) -> JSONResponse:

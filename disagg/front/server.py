@@ -10,7 +10,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from disagg.config import GatewaySettings, Topology
+from disagg.config import Topology
 from disagg.front import decisions_door, health
 from disagg.front.access import TokenCheck, TokenInterceptor, grpc_credentials
 from disagg.front.decisions_door import DecisionsDoor, DecisionSource
@@ -47,7 +47,7 @@ class DoorServer:
         check = TokenCheck.of(settings)
         credentials = grpc_credentials(settings.tls) if settings.tls is not None else None
         interceptors = [TokenInterceptor(check)] if check is not None else []
-        server = grpc.aio.server(interceptors=interceptors, options=_options(settings))
+        server = grpc.aio.server(interceptors=interceptors, options=_options(settings.max_message_bytes(served.info.max_model_len)))
         door = InferenceDoor(topology, served, coordinator, readiness.pools)
         health_door = HealthDoor(readiness, [INFERENCE_NAME])
         add_InferenceServicer_to_server(door, server)  # type: ignore[no-untyped-call]
@@ -71,12 +71,12 @@ class DoorServer:
         await self._server.stop(grace_s or None)  # 0 would race with itself: a wait of no time is a cancel
 
 
-def _options(settings: GatewaySettings) -> list[tuple[str, int]]:
+def _options(max_message_bytes: int) -> list[tuple[str, int]]:
     return [
         # Without this two gateways could share a port, and each would get some of the requests.
         ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", settings.max_message_mib << 20),
-        ("grpc.max_send_message_length", settings.max_message_mib << 20),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),  # the client's bound decides: logprobs of a long prompt are much longer than the prompt
         # A client whose host vanished is found out, and its requests are cancelled.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),

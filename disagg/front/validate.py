@@ -99,24 +99,24 @@ def _n(given: pb.SamplingParams, sampling: Sampling) -> int:
     return n
 
 
-def check_messages(messages: Sequence[Mapping[str, str]], arguments_json: str, limits: Limits) -> dict[str, Any]:
-    """The template's further arguments. Raises InvalidRequestError for a conversation that cannot become a prompt."""
+def check_messages(chat: pb.Chat, limits: Limits) -> tuple[list[Mapping[str, str]], dict[str, Any]]:
+    """The messages, and the template's further arguments. Raises InvalidRequestError for a conversation that cannot become a prompt."""
     if limits.max_token_bytes is None:
         raise InvalidRequestError(
             field="chat", value="messages", expected="token ids: the served model has no tokenizer beside its weights"
         )
-    if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise InvalidRequestError(field="chat.messages", value=f"{len(messages)} messages", expected=f"from 1 to {MAX_MESSAGES}")
+    if not 1 <= len(chat.messages) <= MAX_MESSAGES:
+        raise InvalidRequestError(field="chat.messages", value=f"{len(chat.messages)} messages", expected=f"from 1 to {MAX_MESSAGES}")
     longest = limits.max_prompt_tokens * limits.max_token_bytes
-    if sum(len(message["content"]) for message in messages) > longest:
+    if sum(len(message.content) for message in chat.messages) > longest:
         raise InvalidRequestError(field="chat.messages", value="their texts", expected=f"surely under {longest} bytes together")
     try:
-        arguments = json.loads(arguments_json) if arguments_json else {}
+        arguments = json.loads(chat.template_arguments_json) if chat.template_arguments_json else {}
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise InvalidRequestError(field="chat.template_arguments_json", value=arguments_json, expected="a JSON object")
-    return arguments
+        raise InvalidRequestError(field="chat.template_arguments_json", value=chat.template_arguments_json, expected="a JSON object")
+    return [{"role": m.role, "content": m.content} for m in chat.messages], arguments
 
 
 def check_text_size(text: str, limits: Limits) -> None:

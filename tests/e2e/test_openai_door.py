@@ -27,6 +27,9 @@ from tests.openai_rig import CHAT, COMPLETIONS, MAX_BODY_BYTES, VOCABULARY, ask,
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 
+CONTEXT = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "tracestate": "rojo=1,tenant@congo=2"}
+
+
 async def events(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) async for line in response.aiter_lines() if line.startswith("data: {")]
 
@@ -140,45 +143,39 @@ async def test_a_tool_call_that_is_named_is_a_structure_for_the_workers(smollm2:
 # ---- terms
 
 
-@pytest.mark.parametrize(
-    ("headers", "fields", "slo_class", "priority"),
-    [
-        ({}, {}, "chat", 1),
-        ({"x-slo-class": "batch"}, {}, "batch", -1),
-        ({}, {"slo_class": "batch"}, "batch", -1),
-        ({"x-slo-class": "chat"}, {"slo_class": "batch"}, "batch", -1),
-        ({}, {"vllm_xargs": {"slo_class": "batch"}}, "batch", -1),
-        ({"x-priority": "7"}, {}, "chat", 7),
-        ({"x-slo-class": "batch", "x-priority": "0"}, {}, "batch", 0),
-        ({}, {"priority": 3}, "chat", -3),  # vLLM's field: lower goes first
-    ],
-)
-async def test_class_and_priority_reach_the_coordinator(
-    smollm2: Path, headers: dict[str, str], fields: dict[str, Any], slo_class: str, priority: int
-) -> None:
-    async with door(smollm2) as d:
-        response = await d.http.post(COMPLETIONS, json=ask([5], **fields), headers=headers)
-        assert response.status_code == 200, response.text
-        assert (d.asked[0].slo_class, d.asked[0].priority) == (slo_class, priority)
+GIVEN: list[tuple[dict[str, str], dict[str, Any], str, int]] = [
+    ({}, {}, "chat", 1),
+    ({"x-slo-class": "batch"}, {}, "batch", -1),
+    ({}, {"slo_class": "batch"}, "batch", -1),
+    ({"x-slo-class": "chat"}, {"slo_class": "batch"}, "batch", -1),
+    ({}, {"vllm_xargs": {"slo_class": "batch"}}, "batch", -1),
+    ({"x-priority": "7"}, {}, "chat", 7),
+    ({"x-slo-class": "batch", "x-priority": "0"}, {}, "batch", 0),
+    ({}, {"priority": 3}, "chat", -3),  # vLLM's field: lower goes first
+]
+WRONG: list[tuple[dict[str, str], dict[str, Any], str]] = [
+    ({"x-slo-class": "gold"}, {}, "x-slo-class"),
+    ({}, {"slo_class": "bach"}, "batch"),
+    ({}, {"slo_class": 5}, "slo_class"),
+    ({"x-priority": "first"}, {}, "x-priority"),
+    ({"x-priority": "5000"}, {}, "x-priority"),
+    ({"x-request-timeout-s": "-1"}, {}, "x-request-timeout-s"),
+    ({"x-request-timeout-s": "nan"}, {}, "x-request-timeout-s"),
+]
 
 
-@pytest.mark.parametrize(
-    ("headers", "fields", "named"),
-    [
-        ({"x-slo-class": "gold"}, {}, "x-slo-class"),
-        ({}, {"slo_class": "bach"}, "batch"),
-        ({}, {"slo_class": 5}, "slo_class"),
-        ({"x-priority": "first"}, {}, "x-priority"),
-        ({"x-priority": "5000"}, {}, "x-priority"),
-        ({"x-request-timeout-s": "-1"}, {}, "x-request-timeout-s"),
-        ({"x-request-timeout-s": "nan"}, {}, "x-request-timeout-s"),
-    ],
-)
-async def test_wrong_terms_are_named(smollm2: Path, headers: dict[str, str], fields: dict[str, Any], named: str) -> None:
+async def test_class_priority_and_trace_reach_the_coordinator_and_wrong_terms_are_named(smollm2: Path) -> None:
     async with door(smollm2) as d:
-        response = await d.http.post(COMPLETIONS, json=ask([5], **fields), headers=headers)
-        assert response.status_code == 400
-        assert named in response.json()["error"]["message"]
+        for headers, fields, slo_class, priority in GIVEN:
+            response = await d.http.post(COMPLETIONS, json=ask([5], **fields), headers=headers | CONTEXT)
+            assert response.status_code == 200, response.text
+            asked = d.asked.pop()
+            assert (asked.slo_class, asked.priority) == (slo_class, priority), (headers, fields)
+            assert {"traceparent": asked.traceparent, "tracestate": asked.tracestate} == CONTEXT
+        for headers, fields, named in WRONG:
+            response = await d.http.post(COMPLETIONS, json=ask([5], **fields), headers=headers)
+            assert response.status_code == 400, (headers, fields)
+            assert named in response.json()["error"]["message"]
         assert d.asked == []
 
 
@@ -223,25 +220,30 @@ async def test_a_deadline_ends_the_request_everywhere(smollm2: Path) -> None:
         await d.cluster.settle()
 
 
-@pytest.mark.parametrize(
-    ("content", "headers", "status"),
-    [
-        (b"{", {}, 400),
-        (b'{"model": "smollm2-135m", "prompt": "\xff\xfe"}', {}, 400),
-        (b"[" * 100_000, {}, 400),
-        (b'{"model": "smollm2-135m", "prompt": "x", "slo_class": "chat"', {}, 400),
-        (b"null", {}, 400),
-        (b"x" * (MAX_BODY_BYTES + 1), {}, 413),
-        (b'{"model": "nobody", "prompt": "x"}', {}, 404),
-        (b'{"model": "smollm2-135m", "prompt": "x", "structured_outputs": 39}', {}, 400),  # vLLM's own server: 500
-        (b'{"model": "smollm2-135m", "prompt": "x"}', {"content-type": "text/plain"}, 400),
-    ],
-)
-async def test_bad_bodies(smollm2: Path, content: bytes, headers: dict[str, str], status: int) -> None:
+BAD_BODIES: list[tuple[bytes, dict[str, str], int]] = [
+    (b"{", {}, 400),
+    (b'{"model": "smollm2-135m", "prompt": "\xff\xfe"}', {}, 400),
+    (b'{"model": "smollm2-135m", "prompt": "\\ud800"}', {}, 400),
+    (b"[" * 100_000, {}, 400),
+    (b'{"n": ' + b"9" * 5000 + b"}", {}, 400),
+    (b'{"model": "smollm2-135m", "prompt": "x", "slo_class": "chat"', {}, 400),
+    (b"null", {}, 400),
+    (b"x" * (MAX_BODY_BYTES + 1), {}, 413),
+    (b" " * (50 << 20), {}, 413),
+    (b'{"model": "nobody", "prompt": "x"}', {}, 404),
+    (b'{"model": "smollm2-135m", "prompt": "x", "structured_outputs": 39}', {}, 400),  # vLLM's own server: 500
+    (b'{"model": "smollm2-135m", "prompt": "x"}', {"content-type": "text/plain"}, 400),
+]
+
+
+async def test_bad_bodies(smollm2: Path) -> None:
     async with door(smollm2) as d:
-        response = await d.http.post(COMPLETIONS, content=content, headers={"content-type": "application/json", **headers})
-        assert response.status_code == status, response.text
-        assert response.json().keys() & {"error", "detail"}
+        for content, headers, status in BAD_BODIES:
+            response = await d.http.post(COMPLETIONS, content=content, headers={"content-type": "application/json", **headers})
+            assert response.status_code == status, (content[:60], response.text)
+            error = response.json()["error"]
+            assert error["code"] == status
+            assert len(error["message"]) > 20
         assert (await d.http.post(COMPLETIONS, json=ask([5]))).status_code == 200
 
 

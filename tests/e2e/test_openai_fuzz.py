@@ -105,4 +105,6 @@ async def test_paths_and_methods(smollm2: Path) -> None:
                         except httpx.HTTPError as error:
                             pytest.fail(f"{method} {path}: {error!r}")
                     assert response.status_code < 500, (method, path, content, response.text)
+                    if response.status_code >= 400:
+                        assert response.json()["error"]["code"] == response.status_code, (method, path, response.text)
         assert (await d.http.post(COMPLETIONS, json=ask([5, 6]))).status_code == 200

@@ -137,4 +137,4 @@ def test_truncation_keeps_the_end() -> None:
 )
 def test_conversations_that_are_no_prompt(messages: list[dict[str, str]], arguments: str, named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
-        check_messages(messages, arguments, LIMITS)
+        check_messages(pb.Chat(messages=[pb.ChatMessage(**m) for m in messages], template_arguments_json=arguments), LIMITS)
