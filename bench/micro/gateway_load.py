@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,11 +97,13 @@ async def measure(requests: int, gateways: int = 1, client_processes: int = 2, d
 
 
 @asynccontextmanager
-async def part(name: str, *args: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """One of the processes; ended when left."""
-    command = [sys.executable, "-m", "bench.micro.gateway_load", name, *args]
+async def part(
+    name: str, *args: str, module: str = "bench.micro.gateway_load", env: Mapping[str, str] | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """One of the processes; ended when left. `env`: besides this process's."""
+    command = [sys.executable, "-m", module, name, *args]
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 26)
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 26, env={**os.environ, **(env or {})})
     try:
         yield process
     finally:

@@ -17,13 +17,12 @@ import contextlib
 import signal
 import subprocess
 import sys
-import venv
 from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 
-from bench.peers.servers import Running, Server, colocated, nixl, running
+from bench.peers.servers import Running, Server, colocated, nixl, router_program, running
 from disagg.ab.arms import Serving, can_be_resident, deployed, parse_arms, with_chunk
 from disagg.ab.environment import free_memory_bytes
 from disagg.ab.out import OutFolder
@@ -129,11 +128,7 @@ def _servers(given: argparse.Namespace, topology: Topology) -> dict[str, list[Se
 
 def _tools(folder: Path, peers: list[str]) -> tuple[Path, Path]:
     """vllm-router's program and the folder with nixl, installed where they are not; versions are written down."""
-    router, packages = folder / "router" / "bin" / "vllm-router", folder / "nixl"
-    folder.mkdir(parents=True, exist_ok=True)
-    if not router.exists():
-        venv.create(folder / "router", with_pip=True)
-        subprocess.run([folder / "router" / "bin" / "pip", "install", "-q", "vllm-router"], check=True)
+    router, packages = router_program(folder), folder / "nixl"
     if "nixl" in peers and not packages.exists():
         # Without their dependencies: torch and numpy are there, and the CUDA packages they ask for are not needed over TCP.
         subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", packages, "nixl", "nixl-cu12"], check=True)
@@ -144,7 +139,7 @@ def _tools(folder: Path, peers: list[str]) -> tuple[Path, Path]:
         [sys.executable, "-c", "import vllm; print('vllm', vllm.__version__)"], capture_output=True, text=True, check=True
     ).stdout.splitlines()[-1:]
     (folder.parent / "versions.txt").write_text("\n".join(versions) + "\n")
-    return router.absolute(), packages.absolute()
+    return router, packages.absolute()
 
 
 if __name__ == "__main__":

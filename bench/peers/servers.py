@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import venv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def router_program(tools: Path) -> Path:
+    """vllm-router's program, in a virtual environment below `tools` (it brings a web stack of its own); installed there on first use."""
+    program = (tools / "router" / "bin" / "vllm-router").absolute()
+    if not program.exists():
+        venv.create(tools / "router", with_pip=True)
+        subprocess.run([program.parent / "pip", "install", "-q", "vllm-router"], check=True)
+    return program
 
 
 def colocated(topology: Topology, base_dir: Path, router: Path) -> list[Server]:
