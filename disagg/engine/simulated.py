@@ -367,16 +367,14 @@ class SimulatedEngine:
         return self._write(job, job.outbox, 0, codes) if job.outbox is not None else []
 
     def _extend_singles(self, jobs: list[_Job]) -> None:
-        """One more token of KV for each job, in one vectorised go: the decode batch. `num_computed` counts it already."""
+        """One more token of KV for each job, their codes in one vectorised go: the decode batch. `num_computed` counts it already."""
         if not jobs:
             return
-        positions = [job.num_computed - 1 for job in jobs]
-        ids = [job.tokens[at] for job, at in zip(jobs, positions, strict=True)]
-        states = self._model.next_running(ids, positions, [job.kv.running for job in jobs])
-        data = self._model.codes(states).data.cast("B")
-        width = self._model.num_codes
-        for index, (job, running) in enumerate(zip(jobs, states.tolist(), strict=True)):
-            job.kv.append(data[index * width : (index + 1) * width], 1, running)
+        model = self._model
+        states = [model.next_running(job.tokens[job.num_computed - 1], job.num_computed - 1, job.kv.running) for job in jobs]
+        rows = model.codes(np.array(states, np.uint64))
+        for job, running, row in zip(jobs, states, rows, strict=True):
+            job.kv.append(row.data, 1, running)
 
     def _load(self, job: _Job) -> None:
         """Take the context's KV out of the inbox, as it is there, and leave the inbox."""
