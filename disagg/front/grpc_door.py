@@ -20,11 +20,12 @@ import grpc.aio
 
 from disagg.config import Topology
 from disagg.engine.engine import Chunks
-from disagg.errors import DeadlineError, DisaggError, EngineError, InvalidRequestError
+from disagg.errors import DisaggError, EngineError, InvalidRequestError
 from disagg.front.model_info import Served
 from disagg.front.status import Status, status_of
 from disagg.front.text import TextPart, TextStream
 from disagg.front.validate import Limits, check_head, check_messages, check_text_size, to_request
+from disagg.front.write_deadline import WriteDeadline
 from disagg.pb import inference_pb2 as pb
 from disagg.pb.inference_pb2_grpc import InferenceServicer
 from disagg.policy.view import PoolView
@@ -104,6 +105,7 @@ class InferenceDoor(InferenceServicer):
         self._pools = pools
         self._running: set[str] = set()
         self._pace = Pace()  # of all answers' messages
+        self._writes = WriteDeadline(WRITE_TIMEOUT_S)
 
     @property
     def num_running(self) -> int:
@@ -159,7 +161,7 @@ class InferenceDoor(InferenceServicer):
                 deadline_s=deadline_s,
                 context=_trace_context(context),
             )
-            answer = _AnswerStream(context, request_id)
+            answer = _AnswerStream(context, request_id, self._writes, is_shared=head.n > 1)
             if head.n == 1:
                 await self._answer(0, request, answer)
             else:
@@ -240,12 +242,13 @@ class InferenceDoor(InferenceServicer):
 
 
 class _AnswerStream:
-    """The call's responses. Several answers may write; the transport takes one response at a time."""
+    """The call's responses. Where several answers write (`is_shared`), they take turns: the transport takes one response at a time."""
 
-    def __init__(self, context: Context, request_id: str) -> None:
+    def __init__(self, context: Context, request_id: str, writes: WriteDeadline, *, is_shared: bool) -> None:
         self._context = context
         self._request_id = request_id
-        self._lock = asyncio.Lock()
+        self._writes = writes
+        self._lock = asyncio.Lock() if is_shared else None
 
     async def write(
         self, index: int, part: TextPart, request: Request, table: PromptLogprobs | None, usage: pb.Usage | None = None
@@ -261,12 +264,11 @@ class _AnswerStream:
         if usage is not None:
             response.usage.CopyFrom(usage)
             self._context.set_trailing_metadata(((TIMING_KEY, server_timing(usage.timing)),))
+        if self._lock is None:
+            await self._writes.within(self._context.write(response))
+            return
         async with self._lock:
-            try:
-                async with asyncio.timeout(WRITE_TIMEOUT_S):
-                    await self._context.write(response)
-            except TimeoutError:
-                raise DeadlineError(f"the client took nothing of its answer for {WRITE_TIMEOUT_S:g} s") from None
+            await self._writes.within(self._context.write(response))
 
 
 def server_timing(timing: pb.Timing) -> str:

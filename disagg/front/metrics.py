@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator
+from functools import cache
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -45,20 +46,24 @@ class Metrics:
         self.registry.register(_PoolCollector(topology, pool, coordinator))
         for name in self._classes:  # so that rates start at 0 instead of with the first request
             for outcome in OUTCOMES:
-                self._requests.labels(outcome, name)
+                self._requests(outcome, name)
 
     def _make_families(self) -> None:
+        """Each family by its `labels`, remembered: to look a series up costs more than to count in it."""
         registry = self.registry
         labels = ["slo_class"]
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, labels, buckets=buckets, registry=registry)
+        def counter(name: str, text: str, *more: str) -> Callable[..., Counter]:
+            return cache(Counter(name, text, [*more, *labels], registry=registry).labels)
 
-        self._requests = Counter("disagg_requests", "Requests that ended, by outcome.", ["outcome", *labels], registry=registry)
-        self._slo_met = Counter("disagg_requests_slo_met", "Finished requests, TTFT and TPOT in their class.", labels, registry=registry)
-        self._prompt = Counter("disagg_prompt_tokens", "Prompt tokens of requests that got a first token.", labels, registry=registry)
-        self._cached = Counter("disagg_cached_prompt_tokens", "Prompt tokens found in a prefix cache.", labels, registry=registry)
-        self._output = Counter("disagg_output_tokens", "Tokens handed out.", labels, registry=registry)
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Callable[..., Histogram]:
+            return cache(Histogram(name, text, labels, buckets=buckets, registry=registry).labels)
+
+        self._requests = counter("disagg_requests", "Requests that ended, by outcome.", "outcome")
+        self._slo_met = counter("disagg_requests_slo_met", "Finished requests, TTFT and TPOT in their class.")
+        self._prompt = counter("disagg_prompt_tokens", "Prompt tokens of requests that got a first token.")
+        self._cached = counter("disagg_cached_prompt_tokens", "Prompt tokens found in a prefix cache.")
+        self._output = counter("disagg_output_tokens", "Tokens handed out.")
         self._ttft = histogram("disagg_ttft_seconds", "Received to first token.", TTFT_BUCKETS_S)
         self._tpot = histogram("disagg_tpot_seconds", "Mean seconds per token after the first, per request.", TPOT_BUCKETS_S)
         self._e2e = histogram("disagg_request_duration_seconds", "Received to ended, of finished requests.", E2E_BUCKETS_S)
@@ -71,26 +76,26 @@ class Metrics:
     def observe(self, run: Run) -> None:
         """Count a run that ended."""
         name, timeline = run.request.slo_class, run.timeline
-        self._requests.labels(run.phase, name).inc()
-        self._queue.labels(name).observe(timeline.queue_s)
-        self._prompt_length.labels(name).observe(run.request.num_prompt_tokens)
+        self._requests(run.phase, name).inc()
+        self._queue(name).observe(timeline.queue_s)
+        self._prompt_length(name).observe(run.request.num_prompt_tokens)
         if timeline.first_token_s is None:
             return
-        self._prompt.labels(name).inc(run.request.num_prompt_tokens)
-        self._cached.labels(name).inc(run.cached_tokens)
-        self._output.labels(name).inc(run.output_tokens)
-        self._ttft.labels(name).observe(timeline.ttft_s)
-        self._prefill.labels(name).observe(timeline.prefill_s)
+        self._prompt(name).inc(run.request.num_prompt_tokens)
+        self._cached(name).inc(run.cached_tokens)
+        self._output(name).inc(run.output_tokens)
+        self._ttft(name).observe(timeline.ttft_s)
+        self._prefill(name).observe(timeline.prefill_s)
         if run.route is not None and not run.route.is_colocated and timeline.transferred_s is not None:
-            self._transfer.labels(name).observe(timeline.transfer_s)
+            self._transfer(name).observe(timeline.transfer_s)
         tpot_s = timeline.decode_s / (run.output_tokens - 1) if run.output_tokens > 1 else None
         if tpot_s is not None:
-            self._tpot.labels(name).observe(tpot_s)
+            self._tpot(name).observe(tpot_s)
         if run.phase is Phase.FINISHED:
-            self._e2e.labels(name).observe(timeline.total_s)
-            self._output_length.labels(name).observe(run.output_tokens)
+            self._e2e(name).observe(timeline.total_s)
+            self._output_length(name).observe(run.output_tokens)
             if _in_time(self._classes[name], timeline.ttft_s, tpot_s):
-                self._slo_met.labels(name).inc()
+                self._slo_met(name).inc()
 
     def exposition(self) -> tuple[str, bytes]:
         """(content type, text) of a scrape."""
