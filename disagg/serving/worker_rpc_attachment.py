@@ -29,7 +29,8 @@ class Attachment:
     """Commands of one gateway, each performed by one task, and the frame that is being gathered.
 
     All requests that get a token in one step of the engine wake in one burst of the event loop; the sender, woken by the first of
-    them, runs after the burst and so takes all of it. Under pressure (pace.py) a frame waits a little, if no client's first token is in it.
+    them, runs after the burst and so takes all of it. Under pressure (pace.py) a frame waits a little, if no client's first token is in it,
+    and so do the readers of the requests that have a token in it: the engine keeps what comes meanwhile, and they wake once for all of it.
     """
 
     def __init__(self, gateway_id: str, worker: LocalWorker, heartbeat_s: float, spans: WorkerSpans) -> None:
@@ -42,7 +43,9 @@ class Attachment:
         self._num_pending = 0  # tokens in it
         self._is_urgent = False  # somebody waits for what is in it
         self._pace = Pace()
-        self._rests_until_s = 0.0
+        self._rested = asyncio.Event()  # not set while the sender rests
+        self._rested.set()
+        self._rest: asyncio.TimerHandle | None = None
         self._wake = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ended: DisaggError | None = None
@@ -97,8 +100,20 @@ class Attachment:
 
     def wrote(self, write_s: float) -> None:
         """The last frame took so long to write."""
-        rest_s = self._pace.wrote(write_s)
-        self._rests_until_s = time.monotonic() + rest_s if rest_s else 0.0
+        if self._rest is not None:
+            self._rest.cancel()
+            self._rest = None
+        if rest_s := self._pace.wrote(write_s):
+            self._rested.clear()
+            self._rest = asyncio.get_running_loop().call_later(rest_s, self._end_rest)
+        else:
+            self._rested.set()
+
+    def _end_rest(self) -> None:
+        """The readers first, so that the frame has what they find."""
+        self._rest = None
+        self._rested.set()
+        asyncio.get_running_loop().call_soon(self._wake.set)
 
     async def next_frame(self) -> pb.StepFrame:
         """What came since the last frame, or after `heartbeat_s` without anything just the state. Raises what `end` was given."""
@@ -133,8 +148,8 @@ class Attachment:
         due_s = beat_due_s
         if self._is_poked:
             due_s = min(due_s, self._state_due_s)
-        if self._has_pending:
-            due_s = min(due_s, self._rests_until_s)
+        if self._has_pending and self._rested.is_set():
+            return 0.0
         return due_s - time.monotonic()
 
     def _state(self) -> pb.State:
@@ -209,6 +224,8 @@ class Attachment:
                     async for chunk in stream:
                         self._add(key, chunk, is_urgent=is_first)
                         is_first = False
+                        if chunk.finish is None:
+                            await self._rested.wait()
         except DisaggError as error:
             self._fail(key, error)
         except Exception as error:

@@ -308,6 +308,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off(remote: tuple[Cluster, Re
         stream = stub.Attach()
         await stream.write(pb.GatewayFrame(gateway_id="sleeper"))
         await stream.read()
+        attachment = server._servicer._attachments["sleeper"]
         requests = [worker_rpc_messages.request_to_wire(c.request(5, 8000)) for _ in range(32)]
         commands = [pb.Command(key=key, start=pb.StartCommand(request=request)) for key, request in enumerate(requests, 1)]
         await stream.write(pb.GatewayFrame(commands=commands))
