@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
+from functools import lru_cache
 from typing import Any, Protocol, TypeAlias, get_type_hints
 
 import msgpack
@@ -149,6 +150,7 @@ Header: TypeAlias = Pull | Opened | Frame | Waiting | End | Failed | Ack | Hello
 _KINDS: dict[str, type[Any]] = {
     c.__name__: c for c in (Pull, Opened, Frame, Waiting, End, Failed, Ack, Hello, Mapped, Shown, Join, Via, Want)
 }
+_NAMES = {c: [f.name for f in fields(c)] for c in (*_KINDS.values(), KvLayout)}
 _HINTS = {c: [get_type_hints(c)[f.name] for f in fields(c)] for c in (*_KINDS.values(), KvLayout)}
 
 
@@ -182,7 +184,11 @@ _DIGEST = struct.Struct("<I")
 
 def pack(header: Header) -> bytes:
     """The bytes of a header: msgpack, then xxh32 of that."""
-    packed: bytes = msgpack.packb([type(header).__name__, *astuple(header)])
+    kind = type(header)
+    values = [getattr(header, name) for name in _NAMES[kind]]
+    if kind is Opened:
+        values = [_values(value) if isinstance(value, KvLayout) else value for value in values]
+    packed: bytes = msgpack.packb([kind.__name__, *values])
     return packed + _DIGEST.pack(xxhash.xxh32_intdigest(packed))
 
 
@@ -208,12 +214,25 @@ def _build(cls: type[Any], values: Sequence[Any]) -> Any:
 
 def _checked(value: Any, hint: type) -> Any:
     if hint is KvLayout:
-        return _build(KvLayout, value)
+        return _known_layout(*value)
     if hint is Packing:
         return Packing(value)
     if type(value) is not hint or (isinstance(value, int) and not 0 <= value < 1 << 64):
         raise TypeError(hint.__name__)
     return value
+
+
+@lru_cache(maxsize=64)
+def _values(layout: KvLayout) -> tuple[Any, ...]:
+    """A layout's fields; each pull tells the same one."""
+    return astuple(layout)
+
+
+@lru_cache(maxsize=64, typed=True)
+def _known_layout(*values: Any) -> KvLayout:
+    """`_build`, for one that each pull brings."""
+    layout: KvLayout = _build(KvLayout, values)
+    return layout
 
 
 def pack_layout(layout: KvLayout) -> bytes:

@@ -314,18 +314,21 @@ class Reader:
 
         Raises TransferFencedError when the transfer is refused or has ended, TransferError when its engine ended too early.
         """
-        header = self._poll()
+        header = self.ready()
         if header is not None:
             return header
-        self._changed = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._changed = loop.create_future()
         timeout_s = heartbeat_s
         if self.entry is None:
-            timeout_s = max(0.0, min(heartbeat_s, self._open_by_s - asyncio.get_running_loop().time()))
+            timeout_s = max(0.0, min(heartbeat_s, self._open_by_s - loop.time()))
+        timer = loop.call_later(timeout_s, self.wake)
         try:
-            await asyncio.wait({self._changed}, timeout=timeout_s)
+            await self._changed
         finally:
             self._changed = None
-        return self._poll() or Waiting()
+            timer.cancel()
+        return self.ready() or Waiting()
 
     def payload(self, frame: Frame) -> memoryview:
         """The bytes of a frame that `next` gave; valid while this reader is held."""
@@ -341,7 +344,8 @@ class Reader:
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
-    def _poll(self) -> Header | None:
+    def ready(self) -> Header | None:
+        """What `next` would give at once, or None. Raises as `next`."""
         refusal = self._outbox.refusal(self.pull)
         entry = self.entry
         if refusal is None and entry is None and asyncio.get_running_loop().time() >= self._open_by_s:

@@ -158,8 +158,10 @@ async def _send(
     header: Header | None = None
     try:
         while not isinstance(header, End):
-            header = await reader.next(heartbeat_s)
-            await connection.send(header)
+            headers = [header := await reader.next(heartbeat_s)]
+            while send_payload is None and not isinstance(header, End) and (more := reader.ready()) is not None:
+                headers.append(header := more)
+            await connection.send(*headers)
             if isinstance(header, Frame) and send_payload is not None:
                 await send_payload(header, reader)
     except DisaggError as error:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from disagg.errors import TransferCorruptError
 from disagg.kv.frames import MAX_HEADER_BYTES, Header, pack, unpack
@@ -19,6 +19,7 @@ from disagg.kv.frames import MAX_HEADER_BYTES, Header, pack, unpack
 PIECE_BYTES = 1 << 20
 KEPT_S = 2.0
 KEPT_CONNECTIONS = 4  # to one worker
+_AHEAD_BYTES = 4096  # read in one go where a header is due
 _LENGTH = struct.Struct("<I")
 
 
@@ -33,9 +34,11 @@ class Connection:
         self.sock = sock
         self.silence_s = silence_s
         self._waiting: set[asyncio.Future[None]] = set()
+        self._ahead = bytearray()  # received, and not asked for yet
 
-    async def send(self, header: Header) -> None:
-        await self._send(memoryview(framed(header)))
+    async def send(self, *headers: Header) -> None:
+        """One or more in a row, in one piece."""
+        await self._send(memoryview(b"".join(map(framed, headers))))
 
     async def send_payload(self, payload: memoryview) -> None:
         """Bytes that are not to change before the peer has said that it has them."""
@@ -48,18 +51,26 @@ class Connection:
 
         Raises TransferCorruptError on anything that is not one.
         """
-        prefix = memoryview(bytearray(_LENGTH.size))
-        await self._receive_into(prefix, self.silence_s if timeout_s == -1.0 else timeout_s)
-        (length,) = _LENGTH.unpack(prefix)
-        if length > MAX_HEADER_BYTES:
-            raise TransferCorruptError(f"a header of {length} bytes")
-        data = memoryview(bytearray(length))
-        await self._receive_into(data, self.silence_s)
+        ahead = self._ahead
+        if not ahead:
+            await self._read_ahead(self.silence_s if timeout_s == -1.0 else timeout_s)
+        while len(ahead) < _LENGTH.size:
+            await self._read_ahead(self.silence_s)
+        end = _LENGTH.size + _LENGTH.unpack_from(ahead)[0]
+        if end - _LENGTH.size > MAX_HEADER_BYTES:
+            raise TransferCorruptError(f"a header of {end - _LENGTH.size} bytes")
+        while len(ahead) < end:
+            await self._read_ahead(self.silence_s)
+        data = bytes(ahead[_LENGTH.size : end])
+        del ahead[:end]
         return unpack(data)
 
     async def receive_into(self, room: memoryview) -> None:
         """A payload, to its place. When this returns or raises, also by a cancel, nothing writes there any more."""
-        await self._receive_into(room, self.silence_s)
+        num_ahead = min(len(self._ahead), len(room))
+        room[:num_ahead] = self._ahead[:num_ahead]
+        del self._ahead[:num_ahead]
+        await self._receive_into(room[num_ahead:])
 
     async def receive_with_fds(self) -> tuple[Header, list[int]]:
         """(Unix sockets) The next header, sent in one piece, and the descriptors beside it; the caller closes them."""
@@ -77,6 +88,8 @@ class Connection:
     @property
     def is_quiet(self) -> bool:
         """Open, with nothing to read."""
+        if self._ahead:
+            return False
         try:
             self.sock.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -116,13 +129,26 @@ class Connection:
             except BlockingIOError:
                 await self._writable()
 
-    async def _receive_into(self, room: memoryview, timeout_s: float | None) -> None:
+    async def _read_ahead(self, timeout_s: float | None) -> None:
+        """Some more bytes: headers are short, and often come several at a time."""
+        while True:
+            try:
+                data = self.sock.recv(_AHEAD_BYTES)
+            except BlockingIOError:
+                await self._readable(timeout_s)
+                continue
+            if not data:
+                raise EOFError("the connection closed")
+            self._ahead += data
+            return
+
+    async def _receive_into(self, room: memoryview) -> None:
         at, end = 0, len(room)
         while at < end:
             try:
                 num_bytes = self.sock.recv_into(room[at : at + PIECE_BYTES])
             except BlockingIOError:
-                await self._readable(timeout_s)
+                await self._readable(self.silence_s)
                 continue
             if not num_bytes:
                 raise EOFError("the connection closed")
@@ -132,34 +158,34 @@ class Connection:
 
     async def _readable(self, timeout_s: float | None) -> None:
         loop, fd = asyncio.get_running_loop(), self.sock.fileno()
-        with self._waiter() as ready:
-            loop.add_reader(fd, _set, ready)
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await ready
-            finally:
-                if self.sock.fileno() == fd:
-                    loop.remove_reader(fd)
+        ready: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(fd, _set, ready)
+        try:
+            await self._wait(ready, timeout_s)
+        finally:
+            if self.sock.fileno() == fd:
+                loop.remove_reader(fd)
 
     async def _writable(self) -> None:
         loop, fd = asyncio.get_running_loop(), self.sock.fileno()
-        with self._waiter() as ready:
-            loop.add_writer(fd, _set, ready)
-            try:
-                async with asyncio.timeout(self.silence_s):
-                    await ready
-            finally:
-                if self.sock.fileno() == fd:
-                    loop.remove_writer(fd)
+        ready: asyncio.Future[None] = loop.create_future()
+        loop.add_writer(fd, _set, ready)
+        try:
+            await self._wait(ready, self.silence_s)
+        finally:
+            if self.sock.fileno() == fd:
+                loop.remove_writer(fd)
 
-    @contextlib.contextmanager
-    def _waiter(self) -> Iterator[asyncio.Future[None]]:
-        ready = asyncio.get_running_loop().create_future()
+    async def _wait(self, ready: asyncio.Future[None], timeout_s: float | None) -> None:
+        """Whoever closes the connection ends this, too."""
+        timer = None if timeout_s is None else asyncio.get_running_loop().call_later(timeout_s, _expire, ready)
         self._waiting.add(ready)
         try:
-            yield ready
+            await ready
         finally:
             self._waiting.discard(ready)
+            if timer is not None:
+                timer.cancel()
 
 
 def framed(header: Header) -> bytes:
@@ -171,6 +197,11 @@ def framed(header: Header) -> bytes:
 def _set(ready: asyncio.Future[None]) -> None:
     if not ready.done():
         ready.set_result(None)
+
+
+def _expire(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_exception(TimeoutError())
 
 
 class KeptConnections:
