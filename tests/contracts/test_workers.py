@@ -300,7 +300,7 @@ async def test_a_gateway_that_goes_away_leaves_nothing_running(remote: tuple[Clu
 async def test_a_gateway_that_does_not_read_is_cut_off(remote: tuple[Cluster, RemoteWorker], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its stream ends and its requests with it; another gateway's go on."""
     c, worker = remote
-    monkeypatch.setattr(worker_rpc_attachment, "MAX_PENDING_TOKENS", 2000)
+    monkeypatch.setattr(worker_rpc_attachment, "MAX_PENDING_TOKENS", 6000)
     c.engine("colocated-0").settings.__dict__["speed"] = 0  # as many tokens as the machine can
     server = c.workers["colocated-0"]
     async with grpc.aio.insecure_channel(worker.target, options=[("grpc.http2.bdp_probe", 0)]) as channel:
@@ -313,7 +313,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off(remote: tuple[Cluster, Re
         commands = [pb.Command(key=key, start=pb.StartCommand(request=request)) for key, request in enumerate(requests, 1)]
         await stream.write(pb.GatewayFrame(commands=commands))
         async with asyncio.timeout(60):
-            while not server._servicer._attachments["sleeper"].has_ended:  # noqa: ASYNC110
+            while not attachment.has_ended:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             await c.ask_right(c.request(20, 5))
             with pytest.raises(grpc.aio.AioRpcError, match="unread"):
