@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from disagg.config import parse_topology
@@ -59,8 +59,11 @@ class EnginePair:
         """Move KV by this carrier only."""
         self.d.inbox._choice = carrier  # type: ignore[assignment]
 
-    async def ask(self, prompt: tuple[int, ...], sampling: Sampling, form: str = "blocks") -> Answer:
-        """Prefill on `p`, decode on `d`; the pull starts with the prefill, as the coordinator starts it."""
+    async def ask(self, prompt: tuple[int, ...], sampling: Sampling, form: str = "blocks", decode_salt: str = "") -> Answer:
+        """Prefill on `p`, decode on `d`; the pull starts with the prefill, as the coordinator starts it.
+
+        With a `decode_salt` of its own, a prompt meets nothing in the prefix cache of `d`.
+        """
         import asyncio
 
         request = Request(new_id(), prompt, sampling)
@@ -72,7 +75,7 @@ class EnginePair:
             prefilled_s = time.perf_counter()
             tokens: list[Token] = []
             at_s: list[float] = []
-            async with aclosing(self.d.decode(request, prefilled, transfer)) as chunks:
+            async with aclosing(self.d.decode(replace(request, cache_salt=decode_salt), prefilled, transfer)) as chunks:
                 async for chunk in chunks:
                     tokens += chunk.tokens
                     at_s += [time.perf_counter()] * len(chunk.tokens)

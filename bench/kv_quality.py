@@ -2,8 +2,9 @@
 
     python -m bench.kv_quality [--prompts 200] [--tokens 192] [--without-engine] [--json]
 
-Each prompt is prefilled once for each form and decoded on another engine from that form's KV; neither engine caches prefixes. Against the
-same prompt with unquantised frames (bfloat16; float32 on CPUs that are slow in bfloat16):
+Each prompt is staged once in each form and decoded on another engine from that form's KV, of which that engine's prefix cache never has
+anything; the prefill engine has the prompt in its own. Against the same prompt with unquantised frames (bfloat16; float32 on CPUs that are
+slow in bfloat16):
 
 top1            share of prompts whose likeliest token after the first one is the same
 kl              mean and largest KL divergence (nats) of the distribution there, over the 100 likeliest tokens and all others as one
@@ -24,10 +25,12 @@ import asyncio
 import json
 import math
 import statistics
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from disagg.types import Sampling, Token
+from disagg.types import Sampling, Token, new_id
 
 FORMS = {"stored": "blocks", "repeat": "blocks", "int8": "blocks/int8", "fp8": "blocks/fp8"}
 TOP = 100
@@ -55,12 +58,15 @@ async def measure(num_prompts: int, num_tokens: int) -> list[dict[str, Any]]:
     sampling = Sampling(max_tokens=1 + DECODED, temperature=0.0, ignore_eos=True, logprobs=TOP)
     found: dict[str, list[list[Token]]] = {name: [] for name in FORMS}
     moved = dict.fromkeys(FORMS, 0)
-    async with engine_pair({"enable_prefix_caching": False, "max_logprobs": TOP}) as pair:
-        for prompt in prompts(num_prompts, num_tokens):
+    async with engine_pair({"max_logprobs": TOP}) as pair:
+        for number, prompt in enumerate(prompts(num_prompts, num_tokens), 1):
+            await pair.ask(prompt, replace(sampling, max_tokens=2), decode_salt=new_id())  # from here on the prefill engine has it cached
             for name, form in FORMS.items():
                 before = pair.d.inbox.counters.bytes
-                found[name].append((await pair.ask(prompt, sampling, form)).tokens)
+                found[name].append((await pair.ask(prompt, sampling, form, decode_salt=new_id())).tokens)
                 moved[name] += pair.d.inbox.counters.bytes - before
+            if number % 10 == 0:
+                print(f"{number} of {num_prompts} prompts", file=sys.stderr, flush=True)
     return [compare(name, found[name], found["stored"], moved[name] / moved["stored"]) for name in FORMS if name != "stored"]
 
 

@@ -36,6 +36,7 @@ MB = 1_000_000
 # A block of 16 tokens of Llama-3.1-8B in bf16: 32 layers x 2 x 8 heads x 128 x 2 bytes = 131,072 bytes a token.
 LAYOUT = KvLayout(model="bench", backend="b", dtype="bf16", block_tokens=16, num_layers=32, block_bytes=2 * 16 * 8 * 128 * 2)
 BOX_BYTES = 544 << 20
+HOST_ID = this_host_id()
 CARRIERS: dict[str, Callable[[], Carrier]] = {
     "loopback": LoopbackCarrier,
     "shm": ShmCarrier,
@@ -84,7 +85,7 @@ class Source(End):
         """Open and stage `count` transfers; their ids."""
         ids = []
         for _ in range(count):
-            address = KvAddress("source", self.outbox.epoch, this_host_id(), ())
+            address = KvAddress("source", self.outbox.epoch, HOST_ID, ())
             transfer = Transfer(new_id(), 0, address, num_tokens, hash_tokens([]))
             entry = await self.outbox.open(transfer)
             blocks = LAYOUT.num_blocks(num_tokens)
@@ -137,12 +138,12 @@ class Puller(End):
     def start(self, names: list[str], served: dict[str, Any]) -> bool:
         self.served = served
         self.carriers = {name: CARRIERS[name]() for name in names}
-        self.inbox = Inbox(self.box, LAYOUT, self.carriers, this_host_id(), lease_s=600.0)
+        self.inbox = Inbox(self.box, LAYOUT, self.carriers, HOST_ID, lease_s=600.0)
         return True
 
     async def pull(self, name: str, num_tokens: int, ids: list[str]) -> float:
         """Seconds until all of these transfers are complete and verified, all fetched at once."""
-        address = KvAddress("source", self.served["epoch"], this_host_id(), ((name, self.served["endpoints"][name]),))
+        address = KvAddress("source", self.served["epoch"], HOST_ID, ((name, self.served["endpoints"][name]),))
         transfers = [Transfer(i, 0, address, num_tokens, hash_tokens([])) for i in ids]
         began_s = time.perf_counter()
         await asyncio.gather(*(self.inbox.fetch(t) for t in transfers))
