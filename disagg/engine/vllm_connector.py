@@ -103,11 +103,12 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         state, scheduled = scheduler_output.kv_connector_block_state, scheduler_output.num_scheduled_tokens
         assert state is not None
-        self._clock.start(time.monotonic(), ((end - scheduled[i], scheduled[i]) for i, end in _computed_tokens(scheduler_output)))
+        work = ((end - scheduled[i], scheduled[i]) for i, end in _computed_tokens(scheduler_output))
+        step_s = self._clock.start(time.monotonic(), work)
         self._num_resumed += len(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         self._num_running = len(scheduled)
         plan = self._planner.step(_computed_tokens(scheduler_output), lambda request_id: state.resolve_block_ids(request_id)[0])
-        return _Metadata(plan, STEP_SHARE * self._clock.decode_s if self._num_running else math.inf)
+        return _Metadata(plan, STEP_SHARE * step_s if self._num_running else math.inf)
 
     def take_events(self) -> tuple[()]:
         """No events. vLLM asks once per step, also an empty one, when it has freed what the step's output let it free."""

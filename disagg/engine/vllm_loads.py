@@ -16,7 +16,7 @@ from disagg.engine.vllm_plan import Copy, Load
 
 logger = logging.getLogger(__name__)
 
-STEP_SHARE = 0.08  # of a decode step's time is added to it
+STEP_SHARE = 0.08  # of a step's time is added to it
 SPREAD_STEPS = 16  # a step copies at least so much that what waits now is over after about as many: what waits cannot grow without end
 PIECE_BYTES = 2 << 20  # copied between two looks at the clock; less than this is not worth slicing either
 _DEVICE_BYTES_PER_S = 16e9  # a GPU's copies end after the clock was read: at most what PCIe 4.0 x16 brings counts as done in the time

@@ -25,17 +25,19 @@ StepReport = tuple[Work | None, float, int]
 class StepClock:
     """Times steps in the engine's process. With asynchronous scheduling several are under way: a step begins where the one before ends.
 
-    `decode_s`: smoothed seconds of steps in which nobody's prompt ran; 0 before the first.
+    `decode_s`: smoothed seconds of steps in which nobody's prompt ran; `prompt_token_s`: what a prompt's token adds. 0 before the first.
     """
 
     decode_s: float = 0.0
+    prompt_token_s: float = 0.0
     _started: deque[tuple[float, tuple[int, float, int, int] | None]] = field(default_factory=deque)
     _last_end_s: float = 0.0
 
-    def start(self, now_s: float, scheduled: Iterable[tuple[int, int]]) -> None:
-        """A step is scheduled. `scheduled`: (tokens computed before, tokens of this step) of each request in it; none: no work.
+    def start(self, now_s: float, scheduled: Iterable[tuple[int, int]]) -> float:
+        """A step is scheduled; returns about how many seconds it will take.
 
-        A single token on a non-empty cache is a decode, everything else prefill.
+        `scheduled`: (tokens computed before, tokens of this step) of each request in it; none: no work. A single token on a non-empty
+        cache is a decode, everything else prefill.
         """
         prefill_tokens, pairs, decodes, context_tokens = 0, 0.0, 0, 0
         for cached, num_tokens in scheduled:
@@ -47,6 +49,7 @@ class StepClock:
                 pairs += num_tokens * (cached + (num_tokens + 1) / 2)
         work = (prefill_tokens, pairs, decodes, context_tokens) if prefill_tokens or decodes else None
         self._started.append((now_s, work))
+        return (self.decode_s if decodes else 0.0) + prefill_tokens * self.prompt_token_s
 
     def end(self, now_s: float) -> Work | None:
         """The oldest step under way is over; None when it had no work."""
@@ -57,6 +60,9 @@ class StepClock:
             return None
         if work[0] == 0:
             self.decode_s = smoothed(self.decode_s, seconds)
+        else:
+            added_s = max(0.0, seconds - (self.decode_s if work[2] else 0.0))
+            self.prompt_token_s = smoothed(self.prompt_token_s, added_s / work[0])
         return (seconds, *work)
 
 

@@ -15,9 +15,15 @@ def test_an_empty_step_tells_nothing_and_shifts_no_other() -> None:
     assert clock.end(12.0) == (0.5, 0, 0.0, 2, 109)
 
 
-def test_only_steps_without_a_prompt_tell_how_long_a_decode_step_takes() -> None:
+def test_what_a_step_will_take_is_learned_from_those_before() -> None:
     clock = StepClock()
-    for now_s, work in ((1.0, [(0, 100)]), (2.0, [(100, 1)]), (3.0, []), (4.0, [(0, 5), (101, 1)])):
-        clock.start(now_s, work)
-        clock.end(now_s + 0.5)
-    assert clock.decode_s == 0.5
+    prompt, decode, both = [(0, 100)], [(100, 1)], [(0, 50), (101, 1)]
+    assert clock.start(1.0, prompt) == 0.0, "nothing is known yet"
+    clock.end(3.0)
+    assert clock.start(4.0, decode) == 0.0
+    clock.end(4.5)
+    assert clock.start(5.0, []) == 0.0
+    clock.end(6.0)
+    assert clock.start(7.0, both) == 0.5 + 50 * 0.02
+    clock.end(8.5)
+    assert (clock.decode_s, clock.prompt_token_s) == (0.5, 0.02), "as expected, so nothing was learned"
