@@ -326,9 +326,7 @@ class VllmEngine:
                     self._num_running += 1
                 is_finished = output.finished
                 if is_finished and transfer is not None and output.outputs[0].finish_reason == "error":
-                    self._ledger.end(
-                        *transfer
-                    )  # it never ran, or its load failed: what a rank still reads, nobody uses
+                    self._ledger.end(*transfer)  # it never ran, or its load failed: what a rank still reads, nobody uses
                 yield output
         except Exception as error:  # what vLLM's output task dies of reaches every reader as it is
             if self.is_alive and not isinstance(error, EngineDeadError):
