@@ -129,10 +129,12 @@ class CacheBlocks:
 
     def index(self, block_ids: Sequence[int]) -> slice | torch.Tensor:
         """On a CPU a slice when the ids are consecutive (the usual case: plain memcpy), else an index tensor."""
+        if not self.is_cpu:  # pinned: a copy from other memory would wait for the step under way
+            return torch.tensor(block_ids, dtype=torch.int64, pin_memory=True).to(self.layers[0].device, non_blocking=True)
         first = block_ids[0]
-        if self.is_cpu and list(block_ids) == list(range(first, first + len(block_ids))):
+        if list(block_ids) == list(range(first, first + len(block_ids))):
             return slice(first, first + len(block_ids))
-        return torch.tensor(block_ids, dtype=torch.int64, device=self.layers[0].device)
+        return torch.tensor(block_ids, dtype=torch.int64)
 
 
 class RankBoxes:
