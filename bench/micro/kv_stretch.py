@@ -2,15 +2,16 @@
 
     python -m bench.micro.kv_stretch [--rounds 3] [--carriers shm,tcp] [--json]
 
-Each round has a window per carrier: a batch of four decodes, a request of 2,000 tokens arrives, and as many gaps are quiet, before and
-after it, for a machine drifts and a context grows. A gap is the time between two tokens of one running answer. Quiet and arriving gaps
-are compared by the same statistic over the same number of gaps:
+Each round has a window per carrier, beside a batch of four decodes: first the other worker runs a prompt of 2,000 tokens that stays there,
+then one that is handed over. A gap is the time between two tokens of one running answer. The cores share memory, so the prompt itself
+makes gaps longer, and so do other programs; what the hand-over adds is told apart:
 
-median, p95   over the whole arrival, from its being sent to its second token: the transfer fills the inbox, then the engine loads it
-load          medians, of the gaps from the arrival's first token to its second: those with a part of the load in them
+median, p95   of the gaps until the first token of the prompt that is handed over (its KV is moved meanwhile), against those of the
+              prompt that stays: the same statistic, over about as many gaps
+load          of the steps from the first token to the second one (they load the KV): seconds spent on it over all other seconds
+prompt        what is no part of it: median of the gaps beside the prompt that stays, against as many without any prompt
 
-What follows belongs to the arrival's own decoding: the batch is one longer then. Figures are medians over rounds of (arriving / quiet - 1).
-`against itself` is the same of each window's quiet gaps, every other one against the rest: what noise alone makes of it.
+What follows belongs to the arrival's own decoding: the batch is one longer then. Figures are medians over rounds, less 1.
 """
 
 from __future__ import annotations
@@ -32,27 +33,29 @@ from disagg.types import Request, new_id
 ARRIVING_TOKENS = 2000
 BATCH = 4
 SETTLED_GAPS = 10  # of a fresh batch, not counted
-QUIET_BEFORE = 40
+QUIET_GAPS = 40
 
 
 @dataclass(frozen=True)
 class Window:
-    """Gaps in seconds. `load`: those of `arriving` that a load was a part of."""
+    """Gaps in seconds: without a prompt, beside one that stays, beside one that is handed over, and those that have a part of the load.
+
+    `load_s`: seconds of the engine's steps that went into the load.
+    """
 
     quiet: list[float]
+    staying: list[float]
     arriving: list[float]
-    load: list[float]
+    loading: list[float]
+    load_s: float
 
     def figures(self) -> dict[str, float]:
         return {
-            "median": statistics.median(self.arriving) / statistics.median(self.quiet) - 1,
-            "p95": p95(self.arriving) / p95(self.quiet) - 1,
-            "load": statistics.median(self.load) / statistics.median(self.quiet) - 1,
+            "median": statistics.median(self.arriving) / statistics.median(self.staying) - 1,
+            "p95": p95(self.arriving) / p95(self.staying) - 1,
+            "load": self.load_s / (sum(self.loading) - self.load_s),
+            "prompt": statistics.median(self.staying) / statistics.median(self.quiet) - 1,
         }
-
-    def noise(self) -> dict[str, float]:
-        some, rest = self.quiet[::2], self.quiet[1::2]
-        return {"median": statistics.median(some) / statistics.median(rest) - 1, "p95": p95(some) / p95(rest) - 1}
 
 
 def p95(values: Sequence[float]) -> float:
@@ -80,22 +83,28 @@ async def window(pair: Any) -> Window:
             await asyncio.sleep(0.02)
 
     batch = [asyncio.ensure_future(decode(i == 0)) for i in range(BATCH)]
+    ledger = pair.engine(pair.d)._ledger
     try:
-        await until(SETTLED_GAPS + QUIET_BEFORE)
+        await until(SETTLED_GAPS + QUIET_GAPS)
+        stays_s = time.perf_counter()
+        async with aclosing(pair.p.generate(Request(new_id(), prompt(ARRIVING_TOKENS), greedy(1)))) as chunks:
+            async for _ in chunks:
+                pass
+        stayed_s, load_s = time.perf_counter(), ledger.load_s
         answer = await pair.ask(prompt(ARRIVING_TOKENS), greedy(2))
-        second_s = answer.at_s[0]
-        arriving = [(end_s, gap_s) for end_s, gap_s in gaps if end_s - gap_s > answer.began_s and end_s < second_s]
-        arrived = len(gaps)
-        await until(arrived + max(2, len(arriving) - QUIET_BEFORE))
+        load_s = ledger.load_s - load_s
     finally:
         stop.set()
         await asyncio.gather(*batch)
-    # The gap in which the second token was computed ends with that token, give or take what the loop takes to hand on both.
-    step_s = statistics.median(gap_s for _, gap_s in gaps)
-    arriving = [(end_s, gap_s) for end_s, gap_s in arriving if end_s < second_s - step_s / 2]
-    load = [gap_s for end_s, gap_s in arriving if end_s > answer.prefilled_s]
-    quiet = [gap_s for end_s, gap_s in gaps[SETTLED_GAPS:] if end_s < answer.began_s] + [gap_s for _, gap_s in gaps[arrived + 1 :]]
-    return Window(quiet, [gap_s for _, gap_s in arriving], load or [arriving[-1][1]])
+
+    def between(begin_s: float, end_s: float) -> list[float]:
+        return [gap_s for at_s, gap_s in gaps if at_s - gap_s >= begin_s and at_s <= end_s]
+
+    first_s, second_s = answer.prefilled_s, answer.at_s[0]
+    quiet = between(0.0, stays_s)[-QUIET_GAPS:]
+    # The step that computed the second token ends with it, give or take what the loop takes to hand on both.
+    loading = [gap_s for at_s, gap_s in gaps if first_s < at_s < second_s - statistics.median(quiet) / 2]
+    return Window(quiet, between(stays_s, stayed_s), between(answer.began_s, first_s), loading, load_s)
 
 
 async def measure(rounds: int, carriers: Sequence[str]) -> dict[str, Any]:
@@ -112,18 +121,18 @@ async def measure(rounds: int, carriers: Sequence[str]) -> dict[str, Any]:
                 windows[carrier].append(await window(pair))
                 told = "  ".join(f"{what} {share:+.1%}" for what, share in windows[carrier][-1].figures().items())
                 print(f"{carrier}: {told}", file=sys.stderr, flush=True)
-    result: dict[str, Any] = {name: summary([w.figures() for w in found], found) for name, found in windows.items()}
-    every = [w for found in windows.values() for w in found]
-    return {**result, "against itself": summary([w.noise() for w in every], every), "rounds": rounds}
+    result: dict[str, Any] = {name: summary(found) for name, found in windows.items()}
+    return {**result, "rounds": rounds}
 
 
-def summary(figures: Sequence[dict[str, float]], windows: Sequence[Window]) -> dict[str, Any]:
-    """Medians of `figures`, and what they are of."""
+def summary(windows: Sequence[Window]) -> dict[str, Any]:
+    """Medians of the windows' figures, and what they are of."""
+    figures = [w.figures() for w in windows]
     return {
         **{name: statistics.median(f[name] for f in figures) for name in figures[0]},
         "step_ms": 1e3 * statistics.median(gap_s for w in windows for gap_s in w.quiet),
         "gaps": sum(len(w.arriving) for w in windows),
-        "load_gaps": sum(len(w.load) for w in windows),
+        "load_steps": sum(len(w.loading) for w in windows),
     }
 
 
@@ -139,8 +148,8 @@ def main() -> None:
         return
     for name, of in result.items():
         if isinstance(of, dict):
-            shares = "  ".join(f"{what} {of[what]:+6.1%}" for what in ("median", "p95", "load") if what in of)
-            print(f"{name:16} {shares}  (steps of {of['step_ms']:.1f} ms, {of['gaps']} gaps while arriving, {of['load_gaps']} with a load)")
+            shares = "  ".join(f"{what} {of[what]:+6.1%}" for what in ("median", "p95", "load", "prompt"))
+            print(f"{name:8} {shares}  (steps of {of['step_ms']:.1f} ms, {of['gaps']} gaps, {of['load_steps']} steps with a load)")
 
 
 if __name__ == "__main__":
