@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 1024  # pulls that may connect in one instant
 MAX_CONNECTIONS = 4096  # of peers; more are closed at once: each holds a descriptor and a task
+MOST_AT_ONCE = 64  # headers in one write
 MAX_STRANGERS = 1024  # connections that have not said yet what they want; then the oldest goes: a peer says it with its first bytes
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _DESCRIPTORS_AGAIN_S = 0.2
@@ -127,26 +128,13 @@ async def serve_pull(
     inbox room, and its death closes the connection.
     """
     with outbox.reader(request) as reader:
-        sender = asyncio.ensure_future(_send(reader, connection, heartbeat_s, send_payload))
-        answer = asyncio.ensure_future(connection.receive(timeout_s=None))
         try:
-            await asyncio.wait({sender, answer}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                sent_all = sender.result()
-                await asyncio.wait({answer}, timeout=None if sent_all else connection.silence_s)
-            if not answer.done():
-                raise TimeoutError
-            if not isinstance(answer.result(), Ack):
-                raise TransferCorruptError(f"unexpected {type(answer.result()).__name__} in a pull")
+            sent_all = await _send(reader, connection, heartbeat_s, send_payload)
+            answer = await connection.receive(timeout_s=None if sent_all else connection.silence_s)
+            if not isinstance(answer, Ack):
+                raise TransferCorruptError(f"unexpected {type(answer).__name__} in a pull")
             reader.acknowledge()
-            await asyncio.wait({sender})
         finally:
-            sender.cancel()
-            answer.cancel()
-            await asyncio.wait({sender, answer})
-            for task in (sender, answer):
-                if not task.cancelled():
-                    task.exception()
             if leave is not None:
                 await leave()
 
@@ -154,20 +142,44 @@ async def serve_pull(
 async def _send(
     reader: Reader, connection: Connection, heartbeat_s: float, send_payload: Callable[[Frame, Reader], Awaitable[None]] | None
 ) -> bool:
-    """Send everything from Opened to End; True when all was sent, False when an error was sent instead."""
-    header: Header | None = None
+    """Send everything from Opened to End, or until the peer says something or closes; False when an error was sent instead."""
+    heard = False
+
+    def hear() -> None:
+        nonlocal heard
+        heard = True
+        connection.unwatch()
+        reader.wake()
+
     try:
-        while not isinstance(header, End):
-            headers = [header := await reader.next(heartbeat_s)]
-            while send_payload is None and not isinstance(header, End) and (more := reader.ready()) is not None:
-                headers.append(header := more)
+        headers: list[Header] = []
+        while not headers or not isinstance(headers[-1], End):
+            headers = _ready(reader, 1 if send_payload is not None else MOST_AT_ONCE)
+            if not headers:  # nothing but this wait needs to be told of a peer that leaves: a send fails by itself
+                connection.watch(hear)
+                try:
+                    headers = [await reader.next(heartbeat_s)]
+                finally:
+                    connection.unwatch()
+                if heard:
+                    return True
             await connection.send(*headers)
-            if isinstance(header, Frame) and send_payload is not None:
-                await send_payload(header, reader)
+            if isinstance(headers[-1], Frame) and send_payload is not None:
+                await send_payload(headers[-1], reader)
     except DisaggError as error:
         await connection.send(failed(error))
         return False
     return True
+
+
+def _ready(reader: Reader, most: int) -> list[Header]:
+    """What can be said now, up to End."""
+    headers: list[Header] = []
+    while len(headers) < most and (header := reader.ready()) is not None:
+        headers.append(header)
+        if isinstance(header, End):
+            break
+    return headers
 
 
 async def pull(connection: Connection, transfer: Transfer, sink: Sink, payload: Payload) -> None:

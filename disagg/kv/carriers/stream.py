@@ -103,7 +103,9 @@ class Connection:
         asyncio.get_running_loop().add_reader(self.sock.fileno(), said_or_closed)
 
     def unwatch(self) -> None:
-        asyncio.get_running_loop().remove_reader(self.sock.fileno())
+        """Idempotent."""
+        if self.sock.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self.sock.fileno())
 
     def shut(self) -> None:
         """Neither side can send any more; whoever waits, here or there, gets EOFError or OSError. `close` is still due."""
