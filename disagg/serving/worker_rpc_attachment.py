@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING_TOKENS = 1 << 18  # of a gateway that does not read; then its requests and its stream end, instead of this worker's memory
 STATE_INTERVAL_S = 0.1  # how old the worker's state may get at a gateway while tokens flow
-STATE_LEAST_S = 0.005  # between two states, however much happens
+STATE_LEAST_S = 0.01  # between two states, however much happens
 
 
 class Attachment:
