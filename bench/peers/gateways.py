@@ -161,8 +161,10 @@ async def compare(given: argparse.Namespace) -> dict[str, Any]:
         rounds: dict[str, list[Round]] = {system.name: [] for system in systems.found}
         for number in range(given.rounds):
             for system in systems.found[number % 2 * -1 :: -1 if number % 2 else 1]:  # there and back
-                rounds[system.name].append(await turn(system, given.requests))
-                print(f"round {number + 1}: {system.name:20s} {rounds[system.name][-1].requests_per_s:7.0f} requests/s", file=sys.stderr)
+                found = await turn(system, given.requests)
+                rounds[system.name].append(found)
+                cpu = f"CPU ms per request: front {found.front_cpu_ms:.2f}, all {found.all_cpu_ms:.2f}"
+                print(f"round {number + 1}: {system.name:20s} {found.requests_per_s:7.0f} requests/s, {cpu}", file=sys.stderr)
         return {system.name: {"version": system.version, **_medians(rounds[system.name])} for system in systems.found}
 
 
