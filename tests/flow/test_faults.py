@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from disagg.kv import inbox
+from disagg.kv import landing
 from disagg.kv.box import Room
 from disagg.kv.copy import copy_and_digest
 from tests.fault_runs import Scene, Summary, fault_runs, scene_of
@@ -58,7 +58,7 @@ class _EqualToAnything(int):
 
 
 async def test_without_digests_a_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inbox, "copy_and_digest", lambda *args: _EqualToAnything(copy_and_digest(*args)))
+    monkeypatch.setattr(landing, "copy_and_digest", lambda *args: _EqualToAnything(copy_and_digest(*args)))
     async with fault_runs("loopback", SEED) as runs:
         await runs.run(_flip())
     assert any("wrong tokens" in problem for problem in runs.summary.problems)
