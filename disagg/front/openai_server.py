@@ -99,7 +99,8 @@ def _make_app(
     config = vllm_config(topology, model, info)
     args = server_args(topology, model, config)
     client = GatewayClient(config, coordinator, pools, topology.slo_classes[0])
-    app = build_app(args, TASKS, config.model_config)
+    with _root_logger_kept():
+        app = build_app(args, TASKS, config.model_config)
     for fault in (AttributeError, LookupError, AssertionError, RecursionError):
         app.exception_handler(fault)(_misread)
     app.exception_handler(HTTPException)(_plainly)
@@ -109,6 +110,22 @@ def _make_app(
     for handler in logging.getLogger("vllm").handlers:
         handler.addFilter(_is_news)
     return app, client, args
+
+
+@contextlib.contextmanager
+def _root_logger_kept() -> Generator[None, None, None]:
+    """A library that vLLM's server imports (model_hosting_container_standards) shuts up the whole process below ERROR: undone here.
+
+    Else nobody would read that a worker was lost, nor the line of each request.
+    """
+    root = logging.getLogger()
+    before = (root.level, [(handler, handler.level) for handler in root.handlers])
+    try:
+        yield
+    finally:
+        root.setLevel(before[0])
+        for handler, level in before[1]:
+            handler.setLevel(level)
 
 
 async def _plainly(request: Request, fault: HTTPException) -> JSONResponse:

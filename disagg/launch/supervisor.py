@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -25,9 +26,13 @@ from disagg.errors import DisaggError, EngineError, from_wire, to_wire
 from disagg.launch.deployment import Deployment
 from disagg.launch.ending import clear_abandoned
 from disagg.launch.records import Record, log_dir
+from disagg.launch.report import DeploymentStatus
 from disagg.launch.session import RaySession
 
+log = logging.getLogger(__name__)
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WATCH_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +53,14 @@ class Stopped(BaseException):
     """A signal asked the deployment to end. Not an Exception: nothing but `run` may catch it."""
 
 
-def run(request: UpRequest, progress: Callable[[str], None], ready: Callable[[str], None], log: str = "") -> None:
+def run(request: UpRequest, progress: Callable[[str], None], ready: Callable[[str], None], log_file: str = "") -> None:
     """Bring it up, call `ready(endpoint)`, hold it until a signal comes, take it down. Detached on a cluster: returns once it is up.
 
     Call it from the main thread. Raises what RaySession.start and Deployment.up raise, and ConfigError when the name is in use.
     """
     topology = request.topology
     clear_abandoned(request.name)
-    record = Record.claim(request.name, "cluster" if request.address else "local", log)
+    record = Record.claim(request.name, "cluster" if request.address else "local", log_file)
     stays = False
     session: RaySession | None = None
     try:
@@ -69,10 +74,13 @@ def run(request: UpRequest, progress: Callable[[str], None], ready: Callable[[st
             if detached:
                 stays = True
                 return
+            ended = threading.Event()
+            threading.Thread(target=tell_changes, args=(deployment.status, progress, ended), daemon=True).start()
             try:
                 stop.wait()
             except Stopped:
                 progress("taking it down")
+            ended.set()
             stop.ignore()
             deployment.down(topology.gateway.drain_s)
     except Stopped:
@@ -84,6 +92,23 @@ def run(request: UpRequest, progress: Callable[[str], None], ready: Callable[[st
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)  # all is clean, but Ray's library would wait at exit for the Ray that was killed
+
+
+def tell_changes(status: Callable[[], DeploymentStatus], progress: Callable[[str], None], ended: threading.Event) -> None:
+    """A line for each worker that is lost, or serves again, until `ended`. Blocks."""
+    told: dict[str, str] = {}
+    while not ended.wait(WATCH_S):
+        try:
+            workers = status().workers
+        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait for the end of the deployment learn it there
+            log.info("no status: %s", error)
+            continue
+        for worker in workers:
+            now = "serves again" if worker.is_live else worker.trouble
+            key = f"{worker.restarts}, {now}"  # a restart may be over between two looks
+            if key != told.setdefault(worker.name, "0, serves again") and not ended.is_set():
+                progress(f"worker {worker.name}: {now} (restarts: {worker.restarts})")
+            told[worker.name] = key
 
 
 def _up(session: RaySession, request: UpRequest, progress: Callable[[str], None]) -> Deployment:

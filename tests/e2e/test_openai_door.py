@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import json
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -138,6 +140,31 @@ async def test_a_tool_call_that_is_named_is_a_structure_for_the_workers(smollm2:
         assert d.asked, response.text
         assert d.asked[0].sampling.structure is not None
         assert "add" in d.asked[0].sampling.structure.spec
+
+
+async def test_warnings_are_heard_beside_vllms_server(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that it imports shuts up the whole process below ERROR: gateways' warnings and lines of requests went with that."""
+    from model_hosting_container_standards import logging_config
+
+    from disagg.front import openai_server
+
+    build = openai_server.build_app
+
+    def build_first(*arguments: Any) -> Any:
+        """As in a process that imports it now."""
+        importlib.reload(logging_config)
+        assert root.level == logging.ERROR
+        return build(*arguments)
+
+    monkeypatch.setattr(openai_server, "build_app", build_first)
+    root = logging.getLogger()
+    before = root.level
+    root.setLevel(logging.INFO)
+    try:
+        async with door(smollm2):
+            assert root.level == logging.INFO
+    finally:
+        root.setLevel(before)
 
 
 # ---- terms
