@@ -17,6 +17,8 @@ from disagg.types import StepRecord
 FORGET = 1.0 / 300  # weight that a remembered step loses with each further one of its kind
 PRIOR_WEIGHT = 0.5  # of the prior, in steps
 FAST = 0.15  # weight of the newest step in the factor: 20 steps carry 96 %
+QUICK = math.log(2.0)  # a step so much quicker than believed is no hiccup: those are slow. The worker has recovered,
+RECOVERED = 0.5  # and the step weighs so much in the factor
 EARLY_STEPS = 64  # of which each is remembered; later every fourth one
 SWEEPS = 8
 MAX_RATIO = 20.0  # one step further off than this says no more than this
@@ -111,7 +113,8 @@ class StepFit:
         ratio = seconds / (fitted_s if fitted_s > 1e-9 else 1e-9)
         surprise = math.log(MAX_RATIO if ratio > MAX_RATIO else ratio if ratio > _MIN_RATIO else _MIN_RATIO) - self._factor_log
         newest = 1.0 / count
-        self._factor_log += surprise * (newest if newest > FAST else FAST)
+        pull = FAST if surprise > -QUICK else RECOVERED
+        self._factor_log += surprise * (newest if newest > pull else pull)
         if count <= EARLY_STEPS or count % 4 == 0:
             self._mean_row = [m + (x - m) * FAST for m, x in zip(self._mean_row, row, strict=True)]
             # A step far from the worker's present speed is a hiccup or a change; only the factor follows at once.

@@ -67,6 +67,22 @@ def test_it_finds_the_truth_from_any_start(prior: StepCost, after: int, bound: f
     assert error(fit) < bound
 
 
+def test_a_recovery_is_believed_sooner_than_a_slow_spell() -> None:
+    """A step may be slow by accident, but not quick: one that idles for being slow is given few to show that it has recovered."""
+    rng, fit = random.Random(3), StepFit(TRUE)
+    for number in range(100):
+        fit.add(record(rng, number), 0.0)
+    found = []
+    for factor in (5.0, 1.0):
+        for number in range(3):
+            fit.add(record(rng, number, factor), 0.0)
+        found.append(fit.pace_s / StepFit(TRUE).pace_s)
+        for number in range(60):
+            fit.add(record(rng, number, factor), 0.0)
+    assert found[0] < 2.5, "three slow steps are half believed"
+    assert found[1] < 2.0, "three quick ones after many slow ones nearly whole"
+
+
 def test_a_change_of_pace_is_noticed_within_20_steps_both_ways() -> None:
     rng, fit = random.Random(2), StepFit(TRUE)
     for number in range(300):
