@@ -115,14 +115,13 @@ class Members:
             self._refresh(now_s)
 
     def _refresh(self, now_s: float) -> None:
-        """What the typical worker of each role is, by which the learned speeds of the others are judged."""
+        """What the typical source is, and the typical worker of each role, by which the learned speeds of the others are judged."""
         self._refreshed_s = now_s
-        if sources := self.sources:
-            self.typical = _median(sources).fit.cost
+        if self.sources:
+            self.typical = _median(_working(self.sources, now_s)).fit.cost
         for role in Role:
             if books := [w for w in self.books.values() if w.role is role]:
-                # What idle workers last learned may be old: how fast the pool is now, those tell that have work.
-                lately = [w for w in books if now_s - w.fit.last_s <= LATELY_S] or books
+                lately = _working(books, now_s)
                 typical = None
                 if len(books) > 1:
                     fit = _median(lately).fit
@@ -133,6 +132,11 @@ class Members:
 
 def _sizes(state: EngineState) -> tuple[int, int, int]:
     return state.total_kv_tokens, state.outbox_total_bytes, state.inbox_total_bytes
+
+
+def _working(books: Sequence[WorkerBook], now_s: float) -> Sequence[WorkerBook]:
+    """Those that have had work lately, or all: what idle workers last learned may be old."""
+    return [w for w in books if now_s - w.fit.last_s <= LATELY_S] or books
 
 
 def _median(books: Sequence[WorkerBook]) -> WorkerBook:
