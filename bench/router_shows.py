@@ -10,6 +10,7 @@ will be. Nothing is random but the load, which is seeded.
 from __future__ import annotations
 
 import argparse
+import heapq
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from disagg.config import Topology, parse_topology
+from disagg.engine.simulated_timing import step_model
+from disagg.perf.roofline import PrefillChunk
 from disagg.sim.cluster import Simulation, SlowDown
 from disagg.sim.outcome import Outcome
 from disagg.sim.settings import SimSettings
@@ -33,6 +36,7 @@ CLASSES: list[dict[str, Any]] = [
 ]
 SHARES = {"chat": 0.8, "urgent": 0.1, "batch": 0.1}
 LONGEST = 280
+PREFILLS = 4
 WARM_S = 4.0
 SPAN_S = 16.0
 RATES = (60.0, 80.0, 90.0, 100.0, 120.0)  # requests per second, among which the best goodput is looked for
@@ -46,7 +50,7 @@ def topology(mode: str, *, by_slo: bool = True) -> Topology:
             "mode": mode,
             "engine": {"kind": "simulated", "simulated": simulated},
             "pools": {
-                "prefill": {"count": 4, "simulated": {"max_num_batched_tokens": 8192, "mixed_step_tokens": 512}},
+                "prefill": {"count": PREFILLS, "simulated": {"max_num_batched_tokens": 8192, "mixed_step_tokens": 512}},
                 "decode": {"count": 4, "simulated": {"max_num_batched_tokens": 8192, "mixed_step_tokens": 512}},
                 "colocated": {"count": 8, "simulated": {"max_num_batched_tokens": 512}},
             },
@@ -132,7 +136,25 @@ def long_prompt(mode: str) -> float:
         assert all(o.is_whole for o in outcomes), "a request was refused"
         p99.append(percentile([o.ttft_s or 0.0 for o in outcomes if o.slo_class == "chat"], 99) or 0.0)
     print(f"  short prompts' TTFT p99 {p99[0] * 1e3:.0f} ms without it, {p99[1] * 1e3:.0f} ms with it: {p99[1] / p99[0]:.2f} x")
+    if mode == "disagg":
+        alone, beside = ideal_p99_s(short), ideal_p99_s([*short, huge])
+        print(f"  an ideal queue before {PREFILLS} workers (first come, first free, no network): {beside / alone:.2f} x")
     return p99[1] / p99[0]
+
+
+def ideal_p99_s(requests: Sequence[TraceRequest]) -> float:
+    """Short prompts' TTFT p99 where the first of one queue goes to the first free worker, at once: what a split of the workers allows."""
+    settings = topology("disagg").simulated(Role.PREFILL)
+    steps, chunk = step_model(settings), settings.max_num_batched_tokens
+    free_s, found = [0.0] * PREFILLS, []
+    for request in sorted(requests, key=lambda r: r.arrival_s):
+        starts = range(0, request.input_tokens, chunk)
+        prompt_s = sum(steps.step_s([PrefillChunk(min(chunk, request.input_tokens - start), start)]) for start in starts)
+        ends_s = max(request.arrival_s, heapq.heappop(free_s)) + prompt_s
+        heapq.heappush(free_s, ends_s)
+        if request.slo_class == "chat":
+            found.append(ends_s - request.arrival_s)
+    return percentile(found, 99) or 0.0
 
 
 # ---- a worker that turns slow
