@@ -32,7 +32,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`trials`: best goodput first. `at_rate`: figures of the first few at the workload's rate, or at the goodput where that is lower.
+    """`trials`: best goodput first, the best of each kind among those that are shown. `at_rate`: figures of those at the workload's rate,
+    or at the goodput where that is lower.
 
     `disagg`, `colocated`: the best of each kind; `disagg` may be adaptive, and is None where no pair of pools fits the GPUs.
     `turns`: changes that would turn the verdict, by the formulas' trend. `screened`: plans that the formulas saw; `runs`: simulations.
@@ -85,7 +86,7 @@ def make_plan(question: Question, say: Say = lambda text: None, *, with_flips: b
     chosen, verdict = judge(two_pools, colocated)
     if chosen.goodput_rps == 0:
         raise ConfigError(_nothing_holds(question, trials), key="slo", expected="targets or GPUs with more room")
-    ordered = tuple(sorted(trials, key=lambda t: (-t.goodput_rps, t.candidate.name)))
+    ordered = _ordered(trials, [t for t in (two_pools, colocated) if t is not None])
     say(f"{runs} simulations; now the best ones at the workload's rate")
     at_rate = _at_rate(question, ordered[:SHOWN], mapped)
     runs += sum(at is not None for at in at_rate)
@@ -96,6 +97,16 @@ def make_plan(question: Question, say: Say = lambda text: None, *, with_flips: b
         duels = flips(question, two_pools, colocated, screen, mapped)
         turns = turning_points(question, two_pools, colocated, screen)
     return Plan(question, ordered, at_rate, two_pools, colocated, chosen, verdict, duels, turns, len(found), runs + 2 * len(duels))
+
+
+def _ordered(trials: Sequence[Trial], winners: Sequence[Trial]) -> tuple[Trial, ...]:
+    """Best goodput first, but the best of each kind among those that are shown."""
+    ordered = sorted(trials, key=lambda t: (-t.goodput_rps, t.candidate.name))
+    for winner in winners:
+        if winner in ordered[SHOWN:]:
+            ordered.remove(winner)
+            ordered.insert(SHOWN - 1, winner)
+    return tuple(ordered)
 
 
 def _at_rate(question: Question, trials: Sequence[Trial], mapped: Mapped) -> tuple[Figures | None, ...]:
