@@ -101,7 +101,7 @@ def make_plan(question: Question, say: Say = lambda text: None, *, with_flips: b
 
 def _ordered(trials: Sequence[Trial], winners: Sequence[Trial]) -> tuple[Trial, ...]:
     """Best goodput first, but the best of each kind among those that are shown."""
-    ordered = sorted(trials, key=lambda t: (-t.goodput_rps, t.candidate.name))
+    ordered = sorted(trials, key=lambda t: (-t.goodput_rps, t.is_rough, t.candidate.name))
     for winner in winners:
         if winner in ordered[SHOWN:]:
             ordered.remove(winner)
