@@ -12,11 +12,13 @@ from disagg.config import Topology, parse_topology
 from disagg.front.model_info import Served, read_served
 from disagg.front.readiness import Readiness
 from disagg.front.server import DoorServer
+from disagg.front.text import SyntheticTokenizer
 from disagg.policy.view import PoolView, WorkerView
 from disagg.serving.run import Run
 from disagg.serving.signal import Signal
 from disagg.types import Chunk, EngineState, FinishReason, Mode, Phase, Request, Role, Route, Token
 
+TEXT = SyntheticTokenizer().decode
 Script = Callable[[Request], AsyncGenerator[Chunk, None]]
 
 
@@ -37,6 +39,21 @@ async def counting(request: Request) -> AsyncGenerator[Chunk, None]:
     last = request.sampling.max_tokens - 1
     for n in range(last + 1):
         yield Chunk((Token(n),), FinishReason.LENGTH if n == last else None)
+
+
+def failing(error: Exception, after: int = 0) -> Script:
+    async def script(request: Request) -> AsyncGenerator[Chunk, None]:
+        for n in range(after):
+            yield Chunk((Token(n),))
+        raise error
+
+    return script
+
+
+async def endless(request: Request) -> AsyncGenerator[Chunk, None]:
+    """One token, then nothing for ever."""
+    yield Chunk((Token(1),))
+    await asyncio.Event().wait()
 
 
 class Scripted:
