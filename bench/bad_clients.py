@@ -60,8 +60,9 @@ FIFTY_MB = 50 * 10**6
 BAD_HTTP: list[tuple[str, str, bytes, dict[str, str], int]] = [
     ("malformed JSON", COMPLETIONS, b'{"model": ', {}, 400),
     ("wrong type", COMPLETIONS, ask(max_tokens="many"), {}, 400),
-    ("50 MB of text", COMPLETIONS, ask("word " * (FIFTY_MB // 5)), {}, 400),
-    ("50 MB of token ids", COMPLETIONS, ask([12345] * (FIFTY_MB // 7)), {}, 400),
+    ("50 MB of text", COMPLETIONS, ask("word " * (FIFTY_MB // 5)), {}, 413),
+    ("50 MB of token ids", COMPLETIONS, ask([12345] * (FIFTY_MB // 7)), {}, 413),
+    ("4 MB of token ids", COMPLETIONS, ask([12345] * (4 * 10**6 // 7)), {}, 400),
     ("70 MB", COMPLETIONS, b" " * (70 << 20), {}, 413),
     ("unknown model", COMPLETIONS, ask(model="nobody"), {}, 404),
     ("roles out of order", CHAT, chat("assistant", "user", chat_template=ALTERNATING), {}, 400),
@@ -80,6 +81,7 @@ BAD_HTTP: list[tuple[str, str, bytes, dict[str, str], int]] = [
 # (what is wrong, prompt, options, the error that it must get)
 BAD_GRPC: list[tuple[str, Any, dict[str, Any], str]] = [
     ("50 MB of text", "word " * (FIFTY_MB // 5), {}, "InvalidRequestError"),
+    ("4 MB of token ids", [12345] * (4 * 10**6 // 2 - 100), {}, "InvalidRequestError"),
     ("70 MB", "x" * (70 << 20), {}, "InvalidRequestError"),
     ("a message without content", [{"role": "user"}], {}, "InvalidRequestError"),
     ("text that is not UTF-8", "\ud800", {}, "InvalidRequestError"),
