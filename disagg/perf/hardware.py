@@ -4,8 +4,9 @@ Peaks are the vendors' dense figures (no sparsity), with fp32 accumulation. Memo
 
 Kernel constants of A100, H100 and H200 are fits to vLLM kernel timings published by AIConfigurator (NVIDIA, Apache-2.0; vLLM 0.24, for
 the A100 0.14): `python -m bench.fit_kernels --tables DIR` prints them again. Those of RTX PRO 6000 and RTX 4090 are fits to layer timings
-of vLLM 0.28 published with LLMServingSim (MIT): gate/up, down and head products of Qwen3-32B and Llama-3.1-8B, attention
-alone and in mixed batches, and an all-reduce of two cards over PCIe. No serving run took part.
+of vLLM 0.28 published with LLMServingSim (MIT): gate/up, down and head products of Qwen3-32B and Llama-3.1-8B, decode attention alone
+and in mixed batches (`python -m bench.fit_layers --tables DIR` prints those again), and an all-reduce of two cards over PCIe. Their prefill
+attention (`compute`, `passes`) is the A100's, as both run FlashAttention 2. No serving run took part.
 
 B200 and L40S take the constants of their nearest kin (`_HOPPER`, `_GEFORCE`), an assumption until somebody measures them; so do int8 (as
 fp8) and int4 (4-bit weights widened to bf16 in the kernel, at the bf16 rate) everywhere. `step_s` and `request_s`, the engine's own work
