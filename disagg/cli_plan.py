@@ -6,6 +6,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -111,7 +112,8 @@ def _workers(processes: int) -> Iterator[Mapped]:
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
     context.set_forkserver_preload(["disagg.plan.planner"])
-    with ProcessPoolExecutor(processes, mp_context=context) as executor:
+    # Ctrl-C reaches the whole process group; only this process says what it means.
+    with ProcessPoolExecutor(processes, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as executor:
         try:
             yield executor.map
         finally:

@@ -79,7 +79,7 @@ def make_plan(question: Question, say: Say = lambda text: None, *, with_flips: b
     assert colocated is not None
     if two_pools is not None and (adaptive := adaptive_of(two_pools.candidate, question)) is not None:
         say(f"{runs} simulations; now {adaptive.name}")
-        trial = Trials(question).goodput(adaptive, two_pools.goodput_rps, tolerance=TOLERANCE, rival_rps=two_pools.goodput_rps)
+        trial = Trials(question).goodput(adaptive, two_pools.goodput_rps or 1.0, tolerance=TOLERANCE, rival_rps=two_pools.goodput_rps)
         runs += trial.num_runs
         trials.append(trial)
         two_pools = best_of([two_pools, trial])
