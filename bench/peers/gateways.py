@@ -45,6 +45,7 @@ MARK = "DISAGG_BENCH_GATEWAYS"
 PARTS = "bench.peers.gateway_parts"
 RAY_TUNED = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
 START_TIMEOUT_S = 180.0
+HERE = Path(__file__).resolve().parents[2]
 
 Pids = Callable[[], Sequence[int]]
 
@@ -77,14 +78,17 @@ class Systems:
     stack: AsyncExitStack
     found: list[System] = field(default_factory=list)
 
-    async def ours(self) -> None:
+    async def ours(self, name: str, tree: Path) -> None:
+        """The code in the checkout `tree`; all are asked by this one's client."""
         load = "bench.micro.gateway_load"
-        workers = [await self.stack.enter_async_context(part("worker", role, "0.0")) for role in (Role.PREFILL, Role.DECODE)]
+        env = {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
+        roles = (Role.PREFILL, Role.DECODE)
+        workers = [await self.stack.enter_async_context(part("worker", role, "0.0", env=env)) for role in roles]
         targets = json.dumps([json.loads(await answer(worker)) for worker in workers])
-        gateway = await self.stack.enter_async_context(part("gateway", targets))
+        gateway = await self.stack.enter_async_context(part("gateway", targets, env=env))
         endpoint = await answer(gateway)
         pids = [process.pid for process in (gateway, *workers)]
-        self.found.append(System("disagg", _commit(), (load, "client", endpoint), lambda: pids[:1], lambda: pids))
+        self.found.append(System(name, _commit(tree), (load, "client", endpoint), lambda: pids[:1], lambda: pids))
 
     async def over_fakes(self, router: Path, proxy: Path | None) -> None:
         """The router and the proxy over one pair of fake servers."""
@@ -154,7 +158,9 @@ async def compare(given: argparse.Namespace) -> dict[str, Any]:
     router = router_program(given.out / "tools")
     async with marked(), AsyncExitStack() as stack:
         systems = Systems(stack)
-        await systems.ours()
+        await systems.ours("disagg", HERE)
+        if given.against is not None:
+            await systems.ours("disagg-against", given.against.absolute())
         await systems.over_fakes(router, given.proxy)
         for kind in given.ray:
             await systems.ray_serve(kind)
@@ -174,6 +180,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=400, help="per round and system")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--proxy", type=Path, help="vLLM's toy_proxy_server.py")
+    parser.add_argument("--against", type=Path, help="another checkout of this repository, to compare this one with")
     parser.add_argument("--ray", nargs="*", choices=("tuned", "defaults"), default=["tuned", "defaults"], help="Ray Serve's settings")
     parser.add_argument("--out", type=Path, default=Path("out/gateways"), help="where vllm-router is installed")
     given = parser.parse_args()
@@ -224,8 +231,9 @@ def _url(port: int) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def _commit() -> str:
-    return "commit " + subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+def _commit(tree: Path) -> str:
+    command = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
+    return "commit " + subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _proxy_version(file: Path) -> str:
