@@ -22,8 +22,7 @@ from disagg.slo import Summary, summarise
 
 Mapped = Callable[..., Iterable[Any]]  # `map`, or one that shares the calls out among processes
 WARM_UP = 0.35  # of the requests, at the beginning
-_STEPS_UP = ((0.99, 1.4), (0.95, 1.12), (0.0, 1.05))  # (share at least, factor) from a rate that holds to the next one
-_CLOSE = 0.2  # of the share that may miss: with so much of it left, a rate is near enough to the goodput
+_STEPS_UP = ((0.99, 1.4), (0.95, 1.15), (0.0, 1.1))  # (share at least, factor) from a rate that holds to the next one
 _COLLAPSED = 0.5
 _MOST_RUNS = 16  # for one plan's goodput
 _BUSY = 0.9  # share of its time from which on a pool is the limit
@@ -64,7 +63,7 @@ class Figures:
 class Trial:
     """One simulated plan. `goodput_rps`: the highest rate that was seen to hold; 0: none was found.
 
-    `best`: its figures there; `beyond`: at the lowest rate that did not hold, or hardly held, which says what limits it. `is_rough`: it
+    `best`: its figures there; `beyond`: at the lowest rate that did not hold, which says what limits it. `is_rough`: it
     lost to another plan in one run, and `goodput_rps` is what it served in class there, over the share that must be.
     """
 
@@ -125,7 +124,7 @@ class Trials:
                     rough_rps = min(rival_rps, at.rate_rps * at.attainment / self.question.level)
                     return Trial(candidate, rough_rps, None, at, self.num_runs - before, is_rough=True)
             rate_rps = _next_rps(low, high, self.question.level, tolerance, failed)
-        return Trial(candidate, low.rate_rps if low else 0.0, low, high or low, self.num_runs - before)
+        return Trial(candidate, low.rate_rps if low else 0.0, low, high, self.num_runs - before)
 
     def at(self, candidate: Candidate, rate_rps: float, load: Load | None = None) -> Figures:
         """Figures at `rate_rps`; `load`: another one than the question's."""
@@ -143,8 +142,6 @@ def _next_rps(low: Figures | None, high: Figures | None, level: float, tolerance
     Up in steps that shrink as the share does. Down to what was still served in class: requests that cannot be in time are refused, so
     that an overloaded cluster serves about its goodput. `failed`: rates in a row that did not hold.
     """
-    if low is not None and low.attainment <= level + _CLOSE * (1 - level):
-        return None
     if high is None:
         assert low is not None
         return low.rate_rps * next(step for share, step in _STEPS_UP if low.attainment >= share)
