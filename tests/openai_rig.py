@@ -47,7 +47,14 @@ class Door:
 
 
 @asynccontextmanager
-async def door(folder: Path, *, check_empty: bool = True, http_args: dict[str, Any] | None = None, **shape: Any) -> AsyncIterator[Door]:
+async def door(
+    folder: Path,
+    *,
+    check_empty: bool = True,
+    http_args: dict[str, Any] | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    **shape: Any,
+) -> AsyncIterator[Door]:
     topology = sim_topology(vocab_size=VOCABULARY, eos_token_id=2, **shape)
     gateway = topology.gateway.model_copy(update={"http_args": http_args or {}})
     topology = topology.model_copy(update={"model": "smollm2-135m", "slo_classes": CLASSES, "gateway": gateway})
@@ -57,7 +64,7 @@ async def door(folder: Path, *, check_empty: bool = True, http_args: dict[str, A
         readiness = Readiness(c.pool, c.coordinator, 60.0)
         metrics = Metrics(topology, c.pool, c.coordinator)
         observed = ObservedCoordinator(c.coordinator, [metrics.observe])
-        edge = EdgeSettings(CLASSES, MAX_BODY_BYTES, ops=Ops(readiness, metrics))
+        edge = EdgeSettings(CLASSES, max_body_bytes, ops=Ops(readiness, metrics))
         server = await OpenAiServer.start(topology, str(folder), info, observed, c.pool, sock, edge)
         asked: list[Request] = []
         submitted = asyncio.Event()

@@ -22,9 +22,11 @@ NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 class HealthDoor(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """The servicer."""
 
-    def __init__(self, readiness: Readiness, services: Sequence[str]) -> None:
+    def __init__(self, readiness: Readiness, needing_workers: Sequence[str], others: Sequence[str] = ()) -> None:
+        """Names of services. `others` serve as long as the gateway does."""
         self._readiness = readiness
-        self._services = frozenset(("", *services))
+        self._services = frozenset(("", *needing_workers, *others))
+        self._others = frozenset(others)
 
     @property
     def is_serving(self) -> bool:
@@ -55,4 +57,5 @@ class HealthDoor(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         response = health_pb2.HealthCheckResponse
         if service not in self._services:
             return response.SERVICE_UNKNOWN
-        return response.SERVING if self.is_serving else response.NOT_SERVING
+        is_serving = not self._readiness.is_closing if service in self._others else self.is_serving
+        return response.SERVING if is_serving else response.NOT_SERVING

@@ -49,13 +49,13 @@ class DoorServer:
         interceptors = [TokenInterceptor(check)] if check is not None else []
         server = grpc.aio.server(interceptors=interceptors, options=_options(settings.max_message_bytes(served.info.max_model_len)))
         door = InferenceDoor(topology, served, coordinator, readiness.pools)
-        health_door = HealthDoor(readiness, [INFERENCE_NAME])
+        others = [decisions_door.NAME] if decisions is not None else []
+        health_door = HealthDoor(readiness, [INFERENCE_NAME], others)
         add_InferenceServicer_to_server(door, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(health_door, server)
         if decisions is not None:
             add_DecisionsServicer_to_server(DecisionsDoor(decisions), server)  # type: ignore[no-untyped-call]
-        own = (INFERENCE_NAME, *([decisions_door.NAME] if decisions is not None else []))
-        reflection.enable_server_reflection((*own, health.NAME, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection((INFERENCE_NAME, *others, health.NAME, reflection.SERVICE_NAME), server)
         try:
             address = f"{bracketed(settings.host)}:{settings.port}"
             port = server.add_secure_port(address, credentials) if credentials is not None else server.add_insecure_port(address)

@@ -257,6 +257,7 @@ BAD_BODIES: list[tuple[bytes, dict[str, str], int]] = [
     (b"null", {}, 400),
     (b"x" * (MAX_BODY_BYTES + 1), {}, 413),
     (b" " * (50 << 20), {}, 413),
+    (b'{"messages": [' + b'{"role": "user"},' * 5000 + b"]}", {}, 400),
     (b'{"model": "nobody", "prompt": "x"}', {}, 404),
     (b'{"model": "smollm2-135m", "prompt": "x", "structured_outputs": 39}', {}, 400),  # vLLM's own server: 500
     (b'{"model": "smollm2-135m", "prompt": "x"}', {"content-type": "text/plain"}, 400),

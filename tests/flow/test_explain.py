@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 
+import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 from disagg.cli import app
 from disagg.client_decisions import fetch_decisions
 from disagg.config import parse_topology
 from disagg.errors import InvalidRequestError, RejectedError
+from disagg.front import decisions_door
+from disagg.front.server import INFERENCE_NAME
 from disagg.policy.decision import Verdict
 from tests.builders import sim_topology
 from tests.flow.test_gateway import served
@@ -54,3 +58,13 @@ async def test_an_unknown_request_is_said_by_name() -> None:
             await asyncio.to_thread(fetch_decisions, s.gateway.endpoint, "nobody")
         with pytest.raises(InvalidRequestError, match="any request"):
             await asyncio.to_thread(fetch_decisions, s.gateway.endpoint, "")
+
+
+async def test_its_health_is_its_own() -> None:
+    """Past decisions are explained also while no request could be served."""
+    async with served(sim_topology()) as s, grpc.aio.insecure_channel(s.gateway.endpoint) as channel:
+        for name in list(s.cluster.workers):
+            await s.gateway.pool.leave(name)
+        stub, status = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckResponse
+        for service, want in (("", status.NOT_SERVING), (INFERENCE_NAME, status.NOT_SERVING), (decisions_door.NAME, status.SERVING)):
+            assert (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status == want
