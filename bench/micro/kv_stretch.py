@@ -113,8 +113,7 @@ async def measure(rounds: int, carriers: Sequence[str]) -> dict[str, Any]:
 
     windows: dict[str, list[Window]] = {carrier: [] for carrier in carriers}
     async with engine_pair() as pair:
-        for _ in range(2):
-            await pair.ask(prompt(ARRIVING_TOKENS), greedy(4))
+        await pair.ask(prompt(ARRIVING_TOKENS), greedy(4))
         for _ in range(rounds):
             for carrier in carriers:
                 pair.use(carrier)
