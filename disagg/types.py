@@ -201,13 +201,15 @@ class PromptLogprobs:
 class Chunk:
     """What one engine step gave one request: usually one token. `finish` is set on the last chunk only.
 
-    The first chunk also has `prompt_logprobs` where asked for, and on a colocated route the number of `cached_tokens` (see Prefilled).
+    The first chunk also has `prompt_logprobs` where asked for, and on a colocated route the numbers of `cached_tokens` and
+    `newly_cached_tokens` (see Prefilled).
     """
 
     tokens: tuple[Token, ...]
     finish: FinishReason | None = None
     prompt_logprobs: PromptLogprobs | None = None
     cached_tokens: int = 0
+    newly_cached_tokens: int = 0
 
 
 def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
@@ -216,20 +218,21 @@ def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
     if len(chunks) == 1:
         return first
     tokens = tuple([token for chunk in chunks for token in chunk.tokens])
-    return Chunk(tokens, chunks[-1].finish, first.prompt_logprobs, first.cached_tokens)
+    return Chunk(tokens, chunks[-1].finish, first.prompt_logprobs, first.cached_tokens, first.newly_cached_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
     """The prefill leg's result: the first sampled token, and `finish` when that token already ends the request.
 
-    `cached_tokens`: prompt tokens that the prefill worker's prefix cache held.
+    `cached_tokens`: prompt tokens that the prefill worker's prefix cache held; `newly_cached_tokens`: that it holds since.
     """
 
     first: Token
     finish: FinishReason | None = None
     cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
+    newly_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,7 +195,8 @@ class VllmEngine:
                 if completion.token_ids:
                     finish = self._first_finish(request, finish_of(completion, request))
                     first = tokens_of(completion, request.sampling)[0]
-                    return Prefilled(first, finish, output.num_cached_tokens or 0, prompt_logprobs_of(output, request.sampling))
+                    table, created = prompt_logprobs_of(output, request.sampling), output.num_cache_creation_tokens or 0
+                    return Prefilled(first, finish, output.num_cached_tokens or 0, table, created)
                 finish_of(completion, request)
         raise EngineError(f"vLLM ended the prefill of request {request.request_id} without a token")
 

@@ -242,4 +242,5 @@ def chunk_of(output: RequestOutput, request: Request, *, is_continued: bool) -> 
         finish_of(completion, request, is_continued=is_continued),
         prompt_logprobs_of(output, request.sampling),
         output.num_cached_tokens or 0,
+        output.num_cache_creation_tokens or 0,
     )

@@ -66,6 +66,9 @@ class Run(Protocol):
     @property
     def cached_tokens(self) -> int: ...
 
+    @property
+    def newly_cached_tokens(self) -> int: ...
+
     def chunks(self) -> Chunks:
         """The answer. Closing it cancels everywhere."""
         ...

@@ -42,6 +42,10 @@ class ObservedRun:
     def cached_tokens(self) -> int:
         return self._run.cached_tokens
 
+    @property
+    def newly_cached_tokens(self) -> int:
+        return self._run.newly_cached_tokens
+
     def end(self, phase: Phase) -> None:
         self._run.end(phase)
 

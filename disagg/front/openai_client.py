@@ -177,7 +177,7 @@ class GatewayClient(EngineClient):  # type: ignore[misc]
         translator = OutputTranslator(core)
         async with aclosing(run.chunks()) as chunks:
             async for chunk in chunks:
-                output = translator.translate(chunk, run.cached_tokens)
+                output = translator.translate(chunk, run.cached_tokens, run.newly_cached_tokens)
                 processed = self._output_processor.process_outputs([output])
                 if output.finished or processed.reqs_to_abort:
                     # A stop string ends an answer that its workers would go on with: whole, and not cancelled.

@@ -104,8 +104,8 @@ class OutputTranslator:
         self._output: list[int] = []
         self._repeats = False
 
-    def translate(self, chunk: Chunk, cached_tokens: int) -> EngineCoreOutput:
-        """`cached_tokens`: prompt tokens that the first worker had in its prefix cache."""
+    def translate(self, chunk: Chunk, cached_tokens: int, newly_cached_tokens: int) -> EngineCoreOutput:
+        """Counts of prompt tokens that the first worker had in its prefix cache, and has since."""
         num_kept = self._until_repetition(chunk.tokens)
         tokens = chunk.tokens[:num_kept]
         finish, stop_reason = self._finish(chunk)
@@ -118,7 +118,7 @@ class OutputTranslator:
             new_prompt_logprobs_tensors=_prompt_logprobs(chunk.prompt_logprobs),
             finish_reason=finish,
             stop_reason=stop_reason,
-            prefill_stats=self._prefill_stats(cached_tokens) if self._is_first else None,
+            prefill_stats=self._prefill_stats(cached_tokens, newly_cached_tokens) if self._is_first else None,
         )
         self._is_first = False
         return output
@@ -144,9 +144,10 @@ class OutputTranslator:
                 return index + 1
         return len(tokens)
 
-    def _prefill_stats(self, cached_tokens: int) -> PrefillStats:
+    def _prefill_stats(self, cached_tokens: int, newly_cached_tokens: int) -> PrefillStats:
         stats = PrefillStats()
         stats.set(self._num_prompt_tokens, min(cached_tokens, self._num_prompt_tokens), 0)
+        stats.finalize(cached_tokens + newly_cached_tokens)
         return stats
 
 

@@ -102,7 +102,7 @@ class Hello(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[str] = ..., host_id: _Optional[str] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., heartbeat_s: _Optional[float] = ..., kv_layout: _Optional[bytes] = ...) -> None: ...
 
 class RequestStep(_message.Message):
-    __slots__ = ("key", "token_ids", "tokens", "finish", "error", "cached_tokens", "prompt_logprobs")
+    __slots__ = ("key", "token_ids", "tokens", "finish", "error", "cached_tokens", "prompt_logprobs", "newly_cached_tokens")
     KEY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,7 @@ class RequestStep(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NEWLY_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     key: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedCompositeFieldContainer[StepToken]
@@ -117,7 +118,8 @@ class RequestStep(_message.Message):
     error: bytes
     cached_tokens: int
     prompt_logprobs: PromptLogprobs
-    def __init__(self, key: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[_Union[StepToken, _Mapping]]] = ..., finish: _Optional[int] = ..., error: _Optional[bytes] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    newly_cached_tokens: int
+    def __init__(self, key: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[_Union[StepToken, _Mapping]]] = ..., finish: _Optional[int] = ..., error: _Optional[bytes] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., newly_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("width", "token_ids", "logprobs", "ranks")
@@ -380,13 +382,15 @@ class TransferMessage(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., source_worker: _Optional[str] = ..., source_epoch: _Optional[str] = ..., source_host_id: _Optional[str] = ..., source_endpoints: _Optional[_Mapping[str, str]] = ..., num_tokens: _Optional[int] = ..., token_hash: _Optional[str] = ..., traceparent: _Optional[str] = ..., form: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class PrefillReply(_message.Message):
-    __slots__ = ("first", "finish", "cached_tokens", "prompt_logprobs")
+    __slots__ = ("first", "finish", "cached_tokens", "prompt_logprobs", "newly_cached_tokens")
     FIRST_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NEWLY_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     first: StepToken
     finish: int
     cached_tokens: int
     prompt_logprobs: PromptLogprobs
-    def __init__(self, first: _Optional[_Union[StepToken, _Mapping]] = ..., finish: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    newly_cached_tokens: int
+    def __init__(self, first: _Optional[_Union[StepToken, _Mapping]] = ..., finish: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., newly_cached_tokens: _Optional[int] = ...) -> None: ...

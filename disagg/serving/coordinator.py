@@ -29,7 +29,7 @@ from disagg.serving.decision_log import DecisionLog
 from disagg.serving.pool import Pool, Reservation
 from disagg.serving.run import Run
 from disagg.tracing import TraceContext
-from disagg.types import Chunk, FinishReason, ModelInfo, Phase, Request, Transfer, new_id
+from disagg.types import Chunk, FinishReason, ModelInfo, Phase, Prefilled, Request, Transfer, new_id
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class Coordinator:
                     reservation.first_token(chunk.cached_tokens)
                     reservation.decoding()
                     _first_token(run, Phase.DECODING)
-                    run.cached_tokens = run.cached_tokens or chunk.cached_tokens
+                    _count_cached(run, chunk)
                 yield chunk
 
     async def _disaggregated(self, run: Run, request: Request, reservation: Reservation) -> AsyncGenerator[Chunk, None]:
@@ -185,7 +185,7 @@ class Coordinator:
             prefilled = await p.prefill(request, transfer)
             reservation.first_token(prefilled.cached_tokens)
             _first_token(run, Phase.TRANSFERRING if fetch is None or not fetch.done() else Phase.WAITING)
-            run.cached_tokens = run.cached_tokens or prefilled.cached_tokens
+            _count_cached(run, prefilled)
             if prefilled.finish is not None:
                 whole = fetch is None
                 yield Chunk((prefilled.first,), prefilled.finish, prefilled.prompt_logprobs)
@@ -216,6 +216,12 @@ class Coordinator:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _count_cached(run: Run, first: Chunk | Prefilled) -> None:
+    """Of the first prefill that says something: a later one finds what that one left."""
+    if not (run.cached_tokens or run.newly_cached_tokens):
+        run.cached_tokens, run.newly_cached_tokens = first.cached_tokens, first.newly_cached_tokens
 
 
 def _transfer(run: Run, request: Request, source: Worker, form: str) -> Transfer:

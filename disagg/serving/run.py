@@ -16,8 +16,8 @@ class Run:
     """Nothing happens until `chunks()` is iterated; nothing is left once that iterator is closed.
 
     `prediction` is what the router expected when it admitted the request, `route` the latest one. `attempts` counts routes tried,
-    `cached_tokens` are prompt tokens that the first prefill found in its cache, `output_tokens` those handed out so far. `phase` ends in
-    exactly one of finished, rejected, failed, cancelled.
+    `cached_tokens` are prompt tokens that the first prefill found in its cache, `newly_cached_tokens` those that it left there,
+    `output_tokens` those handed out so far. `phase` ends in exactly one of finished, rejected, failed, cancelled.
     """
 
     def __init__(self, request: Request, serve: Callable[[Run], AsyncGenerator[Chunk, None]]) -> None:
@@ -28,6 +28,7 @@ class Run:
         self.prediction: Prediction | None = None
         self.attempts = 0
         self.cached_tokens = 0
+        self.newly_cached_tokens = 0
         self.output_tokens = 0
         self._serve: Callable[[Run], AsyncGenerator[Chunk, None]] | None = serve
 

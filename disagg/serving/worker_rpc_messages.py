@@ -185,13 +185,14 @@ def prefilled_to_wire(prefilled: Prefilled) -> pb.PrefillReply:
         first=token_to_wire(prefilled.first),
         finish=_FINISH_TO_WIRE[prefilled.finish],
         cached_tokens=prefilled.cached_tokens,
+        newly_cached_tokens=prefilled.newly_cached_tokens,
         prompt_logprobs=prompt_logprobs_to_wire(prefilled.prompt_logprobs) if prefilled.prompt_logprobs is not None else None,
     )
 
 
 def prefilled_from_wire(m: pb.PrefillReply) -> Prefilled:
     table = prompt_logprobs_from_wire(m.prompt_logprobs) if m.HasField("prompt_logprobs") else None
-    return Prefilled(token_from_wire(m.first), _FINISH_FROM_WIRE[m.finish], m.cached_tokens, table)
+    return Prefilled(token_from_wire(m.first), _FINISH_FROM_WIRE[m.finish], m.cached_tokens, table, m.newly_cached_tokens)
 
 
 def add_chunk(step: pb.RequestStep, chunk: Chunk) -> None:
@@ -205,6 +206,8 @@ def add_chunk(step: pb.RequestStep, chunk: Chunk) -> None:
         step.finish = _FINISH_TO_WIRE[chunk.finish]
     if chunk.cached_tokens:
         step.cached_tokens = chunk.cached_tokens
+    if chunk.newly_cached_tokens:
+        step.newly_cached_tokens = chunk.newly_cached_tokens
     if chunk.prompt_logprobs is not None:
         step.prompt_logprobs.CopyFrom(prompt_logprobs_to_wire(chunk.prompt_logprobs))
 
@@ -212,7 +215,8 @@ def add_chunk(step: pb.RequestStep, chunk: Chunk) -> None:
 def chunk_from_wire(m: pb.RequestStep) -> Chunk:
     table = prompt_logprobs_from_wire(m.prompt_logprobs) if m.HasField("prompt_logprobs") else None
     plain = tuple(map(plain_token, m.token_ids))
-    return Chunk(plain + tuple(map(token_from_wire, m.tokens)) if m.tokens else plain, _FINISH_FROM_WIRE[m.finish], table, m.cached_tokens)
+    tokens = plain + tuple(map(token_from_wire, m.tokens)) if m.tokens else plain
+    return Chunk(tokens, _FINISH_FROM_WIRE[m.finish], table, m.cached_tokens, m.newly_cached_tokens)
 
 
 _STATE_FIELDS = (

@@ -73,9 +73,9 @@ def test_text_fields_stay_at_the_gateway() -> None:
 
 
 def test_steps_cross_whole() -> None:
-    for chunk in (Chunk(TOKENS, FinishReason.STOP, TABLE, 5), Chunk((), None), Chunk((Token(3), Token(4)), FinishReason.LENGTH)):
+    for chunk in (Chunk(TOKENS, FinishReason.STOP, TABLE, 5, 3), Chunk((), None), Chunk((Token(3), Token(4)), FinishReason.LENGTH)):
         assert chunk_from_wire(step_of(chunk)) == chunk
-    for prefilled in (Prefilled(TOKENS[0], FinishReason.LENGTH, 4, TABLE), Prefilled(TOKENS[1])):
+    for prefilled in (Prefilled(TOKENS[0], FinishReason.LENGTH, 4, TABLE, 3), Prefilled(TOKENS[1])):
         assert prefilled_from_wire(prefilled_to_wire(prefilled)) == prefilled
 
 
