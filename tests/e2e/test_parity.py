@@ -1,7 +1,8 @@
-"""The disaggregated answer is the colocated one: one table of requests, sent to our gateway and to vLLM's own server.
+"""The disaggregated answer is the colocated one: one table of requests, sent to both doors of our gateway and to vLLM's own server.
 
-Every row's answer must equal the other's whole body, to the last digit of a logprob; or be refused by a sentence, where the row says so.
-Each row has a prompt of its own: no prefix cache knows it beforehand, on either side.
+Every row's answer over HTTP must equal the other's whole body, to the last digit of a logprob; or be refused by a sentence, where the row
+says so. Over gRPC, where text, stop strings and forms are made by other code, it must say the same. Each row has a prompt of its own: no
+prefix cache knows it beforehand, on either side.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import itertools
 import json
 import random
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +18,15 @@ import pytest_asyncio
 
 pytest.importorskip("vllm")
 
-from tests.parity_rig import MODEL, Pair, pair
+from disagg.errors import InvalidRequestError
+from tests.parity_grpc import as_grpc, said_by_grpc, said_by_openai, same_table
+from tests.real_rig import CONTEXT_TOKENS, MODEL, Servers
 
-pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(900),
+]
 
 EOS = 2  # <|im_end|>
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -58,7 +64,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": (COMPLETIONS, ask(max_tokens=40)),
-    "greedy, several chunks": (COMPLETIONS, ask(ids(300), logprobs=3)),
+    "greedy, several chunks": (COMPLETIONS, ask(ids(1100), logprobs=3)),
     "one token in": (COMPLETIONS, ask(ids(1), logprobs=1)),
     "one token out": (COMPLETIONS, ask(max_tokens=1, logprobs=1)),
     "ids": (COMPLETIONS, ask(ids(33))),
@@ -92,7 +98,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "echo, logprobs": (COMPLETIONS, ask(echo=True, logprobs=2)),
     "echo, no tokens": (COMPLETIONS, ask(echo=True, logprobs=1, max_tokens=0)),
     "prompt_logprobs": (COMPLETIONS, ask(prompt_logprobs=3)),
-    "prompt_logprobs, several chunks": (COMPLETIONS, ask(ids(200), prompt_logprobs=1, logprobs=1)),
+    "prompt_logprobs, several chunks": (COMPLETIONS, ask(ids(600), prompt_logprobs=1, logprobs=1)),
     "prompt_logprobs 0, one token in and out": (COMPLETIONS, ask(ids(1), prompt_logprobs=0, max_tokens=1)),
     "chat prompt_logprobs": (CHAT, chat(prompt_logprobs=1)),
     "n 2": (COMPLETIONS, ask(n=2, **SEEDED)),
@@ -131,8 +137,8 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "empty prompt": (COMPLETIONS, ask("")),
     "no messages": (CHAT, chat() | {"messages": []}),
     "unknown role": (CHAT, chat() | {"messages": [{"role": "wizard", "content": 3}]}),
-    "too long": (COMPLETIONS, ask([5] * 1100)),
-    "max_tokens beyond the context": (COMPLETIONS, ask(max_tokens=2000)),
+    "too long": (COMPLETIONS, ask([5] * (CONTEXT_TOKENS + 10))),
+    "max_tokens beyond the context": (COMPLETIONS, ask(max_tokens=2 * CONTEXT_TOKENS)),
     "max_tokens negative": (COMPLETIONS, ask(max_tokens=-1)),
     "temperature": (COMPLETIONS, ask(temperature=-1)),
     "top_p": (COMPLETIONS, ask(top_p=2)),
@@ -149,19 +155,13 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "wrong type": (COMPLETIONS, ask(max_tokens="many")),
     "streamed beam search": (COMPLETIONS, ask(use_beam_search=True, stream=True)),
 }
+RIGHT_BY_GRPC = {"allowed ids"}  # there an empty list is an absent one
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def servers(quick_model: Path) -> AsyncIterator[Pair]:
-    async with pair(quick_model) as both:
-        yield both
-
-
-@pytest_asyncio.fixture(autouse=True, loop_scope="module")
-async def _nothing_left(servers: Pair) -> AsyncIterator[None]:
+@pytest_asyncio.fixture(autouse=True, loop_scope="session")
+async def _nothing_left(servers: Servers) -> AsyncIterator[None]:
     yield
-    await servers.gateway.coordinator.settle()
-    servers.gateway.coordinator.assert_empty()
+    await servers.assert_empty()
 
 
 def essence(body: dict[str, Any]) -> dict[str, Any]:
@@ -169,24 +169,40 @@ def essence(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in ("id", "created", "system_fingerprint", "request_id")}
 
 
-async def both(servers: Pair, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The bodies of both servers' successful answers."""
+async def both(servers: Servers, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The bodies of both servers' successful answers. What can be asked by gRPC is, and must say the same."""
     bodies = []
     for client in (servers.vllm, servers.ours):
-        response = await client.post(path, json=body)
+        response = await client.post(path, json=body | {"return_token_ids": True})
         assert response.status_code == 200, (client is servers.ours, response.text)
         bodies.append(essence(response.json()))
+    await by_grpc(servers, body, bodies[0])
     return bodies[1], bodies[0]
 
 
+async def by_grpc(servers: Servers, body: dict[str, Any], want: dict[str, Any]) -> None:
+    asked = as_grpc(body)
+    if asked is None:
+        return
+    prompt, options = asked
+    # Unknown to the prefix cache, as it was when the others asked.
+    answers = await servers.client.generate_n(prompt, **options | {"cache_salt": f"gRPC {next(_numbers)}"})
+    assert said_by_grpc(answers) == said_by_openai(want)
+    for answer, choice in zip(answers, want["choices"], strict=True):
+        table = choice.get("prompt_logprobs") or want.get("prompt_logprobs")
+        assert same_table(table, answer.prompt_logprobs) if table else not answer.prompt_logprobs
+    assert answers[0].usage.prompt_tokens == want["usage"]["prompt_tokens"]
+    assert sum(answer.usage.output_tokens for answer in answers) == want["usage"]["completion_tokens"]
+
+
 @pytest.mark.parametrize("row", ROWS)
-async def test_equal(servers: Pair, row: str) -> None:
+async def test_equal(servers: Servers, row: str) -> None:
     got, want = await both(servers, *ROWS[row])
     assert got == want
 
 
 @pytest.mark.parametrize("row", REFUSED)
-async def test_refused_with_a_sentence(servers: Pair, row: str) -> None:
+async def test_refused_with_a_sentence(servers: Servers, row: str) -> None:
     path, body, named = REFUSED[row]
     response = await servers.ours.post(path, json=body)
     assert response.status_code in (400, 404)
@@ -194,24 +210,29 @@ async def test_refused_with_a_sentence(servers: Pair, row: str) -> None:
 
 
 @pytest.mark.parametrize("row", WRONG)
-async def test_wrong_alike(servers: Pair, row: str) -> None:
+async def test_wrong_alike(servers: Servers, row: str) -> None:
     path, body = WRONG[row]
     want = await servers.vllm.post(path, json=body)
     got = await servers.ours.post(path, json=body)
     assert 400 <= want.status_code < 500, want.text
     assert got.status_code == want.status_code, got.text
     assert got.json()["error"]["message"] == want.json()["error"]["message"]
+    if row not in RIGHT_BY_GRPC and (asked := as_grpc(body)) is not None:
+        with pytest.raises(InvalidRequestError) as caught:
+            await servers.client.generate_n(asked[0], **asked[1])
+        assert caught.value.field
+        assert caught.value.expected
 
 
 @pytest.mark.parametrize("grammar", ["root ::= ", "root ::= unknown", "("])
-async def test_a_grammar_that_does_not_compile_is_the_clients_error(servers: Pair, grammar: str) -> None:
+async def test_a_grammar_that_does_not_compile_is_the_clients_error(servers: Servers, grammar: str) -> None:
     """vLLM's own server answers some of these with 500: it finds out in the engine."""
     response = await servers.ours.post(COMPLETIONS, json=ask(structured_outputs={"grammar": grammar}))
     assert response.status_code == 400, response.text
     assert "grammar" in response.json()["error"]["message"]
 
 
-async def test_stop_strings(servers: Pair) -> None:
+async def test_stop_strings(servers: Servers) -> None:
     """Found in the answer itself: within the first token, across the first two (which come from two engines), later; kept or not."""
     body = ask(max_tokens=20, return_tokens_as_token_ids=False, logprobs=0)
     _, want = await both(servers, COMPLETIONS, body)
@@ -222,7 +243,7 @@ async def test_stop_strings(servers: Pair) -> None:
         assert got == want, (stop, kept)
 
 
-async def test_stop_tokens(servers: Pair) -> None:
+async def test_stop_tokens(servers: Servers) -> None:
     body = ask(max_tokens=20, return_token_ids=True)
     _, want = await both(servers, COMPLETIONS, body)
     tokens = want["choices"][0]["token_ids"]
@@ -231,7 +252,7 @@ async def test_stop_tokens(servers: Pair) -> None:
         assert got == want, (stop, more)
 
 
-async def test_bad_words(servers: Pair) -> None:
+async def test_bad_words(servers: Servers) -> None:
     """One token, several tokens, and several of which the first comes from the prefill worker."""
     # Without line breaks, which are no words.
     body = ask("One, two, three, four, five, six,", max_tokens=12, logprobs=0, logit_bias={"198": -100.0})
@@ -243,12 +264,15 @@ async def test_bad_words(servers: Pair) -> None:
         assert got == want, words
 
 
-async def test_cached_tokens_are_counted_alike(servers: Pair) -> None:
+async def test_cached_tokens_are_counted_alike(servers: Servers) -> None:
+    """Over both doors; the second time each server has the prompt's whole blocks."""
     body = ask(ids(100), max_tokens=3)
-    first = await both(servers, COMPLETIONS, body)
-    second = await both(servers, COMPLETIONS, body)
-    assert first[0] == first[1]
-    assert second[0] == second[1]
+    for cached in (0, 96):
+        got, want = await both(servers, COMPLETIONS, body)
+        assert got == want
+        assert got["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+        answer = await servers.client.generate(body["prompt"], max_tokens=3, temperature=0.0, cache_salt="counted")
+        assert answer.usage.cached_tokens == cached
 
 
 @pytest.mark.parametrize(
@@ -261,7 +285,7 @@ async def test_cached_tokens_are_counted_alike(servers: Pair) -> None:
         (CHAT, chat(max_tokens=1)),
     ],
 )
-async def test_streams_join_to_the_same_answer(servers: Pair, path: str, body: dict[str, Any]) -> None:
+async def test_streams_join_to_the_same_answer(servers: Servers, path: str, body: dict[str, Any]) -> None:
     """Events may be cut differently (one engine's step may join what two workers send apart); what they say together may not."""
     streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
     want = joined(await lines(servers.vllm, path, streamed))
@@ -290,7 +314,7 @@ def joined(events: list[str]) -> dict[str, Any]:
     return whole
 
 
-async def test_the_table_can_fail(servers: Pair) -> None:
+async def test_the_table_can_fail(servers: Servers) -> None:
     """Another seed, or a penalty, does change these answers: equality above is no accident of a model that always says the same."""
     body = ask(**SEEDED, max_tokens=32)
     plain, _ = await both(servers, COMPLETIONS, body)
