@@ -10,8 +10,8 @@ import asyncio
 import os
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from disagg.client import AsyncClient
-from disagg.client_types import Answer
 from disagg.config import Topology, parse_topology
 from disagg.engine.vllm_args import CPU_MEMORY_SHARE, IN_PROCESS, engine_environment
 from disagg.front.gateway import Gateway
-from disagg.kv.carrier import Carrier, SlowCarrier
 from disagg.kv.carriers.grpc import GrpcCarrier
 from disagg.serving.start import start_worker
 from disagg.serving.worker_rpc_server import WorkerServer
@@ -64,34 +62,6 @@ class Servers:
     ours: httpx.AsyncClient
     client: AsyncClient
     vllm: httpx.AsyncClient
-
-    @contextmanager
-    def over(self, carrier: str, delay_s: float = 0.0) -> Iterator[None]:
-        """KV moves by this carrier only, slowed by `delay_s`."""
-        inbox = self.decode.worker.inbox
-        before = inbox._carriers
-        chosen: Carrier = before[carrier]
-        inbox._carriers = {carrier: SlowCarrier(chosen, delay_s) if delay_s else chosen}
-        pulled = inbox.counters.frames
-        try:
-            yield
-        finally:
-            inbox._carriers = before
-        assert inbox.counters.frames > pulled
-
-    async def right(self, prompt: list[int], max_tokens: int) -> list[tuple[int, float]]:
-        """Token ids and logprobs of vLLM's own greedy answer."""
-        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 1, "return_token_ids": True}
-        response = await self.vllm.post("/v1/completions", json={"model": MODEL, **body})
-        assert response.status_code == 200, response.text
-        choice = response.json()["choices"][0]
-        return list(zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True))
-
-    async def ask(self, prompt: list[int], max_tokens: int, **options: Any) -> Answer:
-        """Our greedy answer, by gRPC."""
-        return await self.client.generate(
-            prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout_s=CALL_TIMEOUT_S, **options
-        )
 
     async def assert_empty(self) -> None:
         """Gateway, boxes and engines come to rest with nothing left."""
