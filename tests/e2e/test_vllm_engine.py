@@ -459,12 +459,12 @@ async def test_kv_loaded_in_slices_beside_a_decode_is_exact(cluster: Cluster) ->
 
 
 async def test_decode_cancelled_while_its_kv_is_loaded_in_slices(cluster: Cluster) -> None:
-    requests = [request_of(fresh_prompt(2500), max_tokens=200) for _ in range(4)]
+    requests = [request_of(fresh_prompt(2500), max_tokens=200) for _ in range(2)]
     staged = [await cluster.staged(request) for request in requests]
     beside = cluster.decode.generate(request_of(fresh_prompt(40), max_tokens=500))
     await anext(beside)  # type: ignore[call-overload]
     ended = []
-    for num_steps, request, (prefilled, entry) in zip((1, 2, 3, 5), requests, staged, strict=True):
+    for num_steps, request, (prefilled, entry) in zip((2, 5), requests, staged, strict=True):
         task = asyncio.create_task(drain(cluster.decode.decode(request, prefilled, entry)))
         for _ in range(num_steps):
             await anext(beside)  # type: ignore[call-overload]
@@ -476,7 +476,7 @@ async def test_decode_cancelled_while_its_kv_is_loaded_in_slices(cluster: Cluste
     assert not all(ended), "each load was over when its request was cancelled: this test cannot fail"
     await beside.aclose()
     await cluster.assert_empty()
-    again = request_of(fresh_prompt(2500))
+    again = request_of(fresh_prompt(600))
     assert_equal_or_near_tie((await cluster.answer(again))[0], (await cluster.expected(again))[0])
 
 
