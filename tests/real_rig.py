@@ -64,22 +64,26 @@ class Servers:
     vllm: httpx.AsyncClient
 
     async def assert_empty(self) -> None:
-        """Gateway, boxes and engines come to rest with nothing left."""
-        await asyncio.wait_for(self.gateway.coordinator.settle(), REST_TIMEOUT_S)
-        deadline_s = time.monotonic() + REST_TIMEOUT_S
-        engines = [server.worker.engine for server in (self.prefill, self.decode)]
-        while time.monotonic() < deadline_s:
-            states = [engine.state() for engine in engines]
-            if all(s.free_kv_tokens == s.total_kv_tokens and not s.running_requests and not s.waiting_requests for s in states):
-                break
-            await asyncio.sleep(0.05)
-        for engine in engines:
-            state = engine.state()
-            assert state.free_kv_tokens == state.total_kv_tokens, state
-            assert state.running_requests == state.waiting_requests == 0, state
-        self.gateway.coordinator.assert_empty()
-        self.prefill.worker.assert_empty()
-        self.decode.worker.assert_empty()
+        await assert_at_rest(self.gateway, self.prefill, self.decode, REST_TIMEOUT_S)
+
+
+async def assert_at_rest(gateway: Gateway, prefill: WorkerServer, decode: WorkerServer, timeout_s: float) -> None:
+    """Gateway, boxes and engines come to rest with nothing left."""
+    await asyncio.wait_for(gateway.coordinator.settle(), timeout_s)
+    deadline_s = time.monotonic() + timeout_s
+    engines = [server.worker.engine for server in (prefill, decode)]
+    while time.monotonic() < deadline_s:
+        states = [engine.state() for engine in engines]
+        if all(s.free_kv_tokens == s.total_kv_tokens and not s.running_requests and not s.waiting_requests for s in states):
+            break
+        await asyncio.sleep(0.05)
+    for engine in engines:
+        state = engine.state()
+        assert state.free_kv_tokens == state.total_kv_tokens, state
+        assert state.running_requests == state.waiting_requests == 0, state
+    gateway.coordinator.assert_empty()
+    prefill.worker.assert_empty()
+    decode.worker.assert_empty()
 
 
 def topology() -> Topology:

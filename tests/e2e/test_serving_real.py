@@ -32,6 +32,7 @@ from disagg.serving.start import start_worker
 from disagg.serving.worker_rpc_server import WorkerServer
 from disagg.types import Chunk, Request, Role, Sampling, Token, new_id
 from tests.machine import QUICK_ARGS
+from tests.real_rig import assert_at_rest
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
@@ -92,22 +93,7 @@ class Service:
         return await self.client.generate(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout_s=WAIT_S, **options)
 
     async def assert_empty(self) -> None:
-        """Gateway, boxes and engines come to rest with nothing left."""
-        await asyncio.wait_for(self.gateway.coordinator.settle(), WAIT_S)
-        deadline_s = time.monotonic() + WAIT_S
-        engines = [server.worker.engine for server in (self.prefill, self.decode)]
-        while time.monotonic() < deadline_s:
-            states = [engine.state() for engine in engines]
-            if all(s.free_kv_tokens == s.total_kv_tokens and not s.running_requests and not s.waiting_requests for s in states):
-                break
-            await asyncio.sleep(0.05)
-        for engine in engines:
-            state = engine.state()
-            assert state.free_kv_tokens == state.total_kv_tokens, state
-            assert state.running_requests == state.waiting_requests == 0, state
-        self.gateway.coordinator.assert_empty()
-        self.prefill.worker.assert_empty()
-        self.decode.worker.assert_empty()
+        await assert_at_rest(self.gateway, self.prefill, self.decode, WAIT_S)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
