@@ -1,5 +1,7 @@
 """Carrier `grpc`: peers anywhere. One bidirectional stream per pull; bytes go as raw messages, without protobuf.
 
+The source is gRPC's own server; the puller's side of the wire is http2.py.
+
     message = u32 header length + header + payload piece      (a long payload goes on in messages of header length 0)
 
 The puller sends Pull, reads until End, and sends Ack on the same stream.
@@ -18,21 +20,22 @@ import grpc
 import grpc.aio
 
 from disagg.errors import DisaggError, TransferCorruptError
-from disagg.kv.carriers.pulls import lost, not_listening
+from disagg.kv.carriers.http2 import Http2Connection
+from disagg.kv.carriers.pulls import in_place, lost, not_listening, pull
+from disagg.kv.carriers.stream import KeptConnections
+from disagg.kv.carriers.tcp import connected_socket
 from disagg.kv.frames import (
     HEARTBEAT_S,
+    MAX_HEADER_BYTES,
     SILENCE_S,
     Ack,
     End,
-    Failed,
     Frame,
     Header,
     Pull,
     Sink,
     failed,
     pack,
-    pull_request,
-    raise_failed,
     unpack,
 )
 from disagg.kv.outbox import Outbox, Reader
@@ -50,21 +53,12 @@ _HANDSHAKE_S = 5  # who has not spoken HTTP/2 by then is no peer
 _KEPT_BYTES = 64 << 20  # freed memory at the end of a heap that glibc does not give back
 _IDLE_S = 600  # a connection without a call for so long is closed; the next pull makes a new one
 _OPTIONS = [
-    ("grpc.max_send_message_length", 4 * PIECE_BYTES),
-    ("grpc.max_receive_message_length", 4 * PIECE_BYTES),
+    ("grpc.max_receive_message_length", MAX_HEADER_BYTES + 64),  # a puller sends headers only
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 5000),  # without a byte; bytes that are no answer are bytes, too
     ("grpc.http2.ping_timeout_ms", 5000),  # without the answer
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 2000),
     ("grpc.so_reuseport", 0),  # a port in use must be an error
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-]
-_SERVER_OPTIONS = [
-    *_OPTIONS,
     ("grpc.max_allowed_incoming_connections", _MAX_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 1000 * _HANDSHAKE_S),
     ("grpc.max_connection_idle_ms", 1000 * _IDLE_S),
@@ -92,13 +86,13 @@ class GrpcCarrier:
         self._silence_s = silence_s
         self._heartbeat_s = heartbeat_s
         self._servers: list[grpc.aio.Server] = []
-        self._channels: dict[str, _Channel] = {}  # by worker name: the latest life of each
+        self._kept: KeptConnections[Http2Connection] = KeptConnections()
 
     async def serve(self, outbox: Outbox) -> str:
         async def pull(_: AsyncIterator[bytes], context: Any) -> None:
             await self._serve_pull(outbox, context)
 
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        server = grpc.aio.server(options=_OPTIONS)
         handler: Any = grpc.stream_stream_rpc_method_handler(pull)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {_METHOD: handler}),))
         try:
@@ -110,39 +104,21 @@ class GrpcCarrier:
         return f"{self._host}:{port}"
 
     async def pull(self, endpoint: str, transfer: Transfer, sink: Sink) -> None:
-        channel = await self._channel(endpoint, transfer)
-        call: Any = channel.stream_stream(f"/{SERVICE}/{_METHOD}")()
+        source = transfer.source
+        connection = self._kept.take(source.worker, endpoint, source.epoch) or await self._connect(endpoint, transfer)
         try:
-            await call.write(_message(pull_request(transfer)))
-            complete = False
-            while not complete:
-                header, first = _split(await self._read(call, transfer))
-                if isinstance(header, Failed):
-                    raise_failed(header)
-                payload = [first] if len(first) else []
-                if isinstance(header, Frame):
-                    missing = header.num_bytes - len(first)
-                    while missing > 0:
-                        payload.append(_piece(await self._read(call, transfer)))
-                        missing -= len(payload[-1])
-                complete = await sink.receive(header, payload)
-            await call.write(_message(Ack(transfer.transfer_id)))
-            await call.done_writing()
-            async with asyncio.timeout(self._silence_s):
-                await call.read()  # the source closes the stream when it has the Ack
-        except grpc.aio.AioRpcError as error:
-            raise lost(transfer, f"{error.code().name} {error.details()}") from error
-        except asyncio.InvalidStateError as error:  # a write to a call that has ended
-            raise lost(transfer, f"the stream closed: {error}") from error
-        except TimeoutError as error:
+            await pull(connection, transfer, sink, in_place(connection, sink))
+            await connection.end_call()
+        except (EOFError, OSError) as error:
+            connection.close()
             raise lost(transfer, "the acknowledgement was not answered") from error
-        finally:
-            call.cancel()
+        except BaseException:
+            connection.close()
+            raise
+        self._kept.keep(source.worker, endpoint, source.epoch, connection)
 
     async def close(self) -> None:
-        channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            await channel.channel.close()
+        self._kept.close()
         servers, self._servers = self._servers, []
         for server in servers:
             await server.stop(grace=None)
@@ -183,36 +159,15 @@ class GrpcCarrier:
             for start in range(PIECE_BYTES, len(payload), PIECE_BYTES):
                 await context.write(_message(None, payload[start : start + PIECE_BYTES]))
 
-    async def _read(self, call: Any, transfer: Transfer) -> bytes:
+    async def _connect(self, endpoint: str, transfer: Transfer) -> Http2Connection:
+        sock = await connected_socket(endpoint, transfer, self._silence_s)
+        connection = Http2Connection(f"/{SERVICE}/{_METHOD}", endpoint, self._silence_s)
         try:
-            async with asyncio.timeout(self._silence_s):
-                message = await call.read()
-        except TimeoutError:
-            raise lost(transfer, f"silent for {self._silence_s} s") from None
-        if not isinstance(message, bytes):
-            code, details = await call.code(), await call.details()
-            raise lost(transfer, f"the stream closed: {code.name} {details}")
-        return message
-
-    async def _channel(self, endpoint: str, transfer: Transfer) -> grpc.aio.Channel:
-        source = transfer.source
-        known = self._channels.get(source.worker)
-        if known is not None and (known.endpoint, known.epoch) == (endpoint, source.epoch):
-            return known.channel
-        fresh = _Channel(endpoint, source.epoch)
-        self._channels[source.worker] = fresh
-        if known is not None:
-            await known.channel.close()
-        return fresh.channel
-
-
-class _Channel:
-    """A connection to one life of a peer."""
-
-    def __init__(self, endpoint: str, epoch: str) -> None:
-        self.endpoint = endpoint
-        self.epoch = epoch
-        self.channel = grpc.aio.insecure_channel(endpoint, options=_OPTIONS)
+            await asyncio.get_running_loop().create_connection(lambda: connection, sock=sock)
+        except BaseException:
+            sock.close()
+            raise
+        return connection
 
 
 def _keep_freed_memory() -> None:
@@ -241,11 +196,3 @@ def _split(message: bytes) -> tuple[Header, memoryview]:
     if end > len(view):
         raise TransferCorruptError(f"a header of {end} bytes in a message of {len(view)}")
     return unpack(view[_LENGTH.size : end]), view[end:]
-
-
-def _piece(message: bytes) -> memoryview:
-    """The payload of a message without header. Raises TransferCorruptError."""
-    view = memoryview(message)
-    if len(view) <= _LENGTH.size or _LENGTH.unpack_from(view)[0] != 0:
-        raise TransferCorruptError("a payload broke off")
-    return view[_LENGTH.size :]

@@ -49,7 +49,7 @@ class MappedCarrier(Generic[BoxT]):
         self._silence_s = silence_s
         self._heartbeat_s = heartbeat_s
         self._listeners: list[Listener] = []
-        self._kept = KeptConnections()
+        self._kept: KeptConnections[Connection] = KeptConnections()
         self._peers: dict[str, asyncio.Task[_Peer[BoxT]]] = {}
 
     @property

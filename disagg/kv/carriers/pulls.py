@@ -3,6 +3,7 @@
 Listener    accepts connections, each with an owner task; counts and closes those that speak garbage
 serve_pull  the source's side of one pull, payloads by a function of the carrier
 pull        the puller's side, over a connection that is kept for the next pull when all went well
+in_place    (carriers `tcp` and `grpc`) payloads follow their header
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import errno
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 from disagg.errors import DisaggError, PlacementError, TransferCorruptError, TransferError
 from disagg.kv.carriers.stream import Connection
@@ -182,7 +184,30 @@ def _ready(reader: Reader, most: int) -> list[Header]:
     return headers
 
 
-async def pull(connection: Connection, transfer: Transfer, sink: Sink, payload: Payload) -> None:
+class Heard(Protocol):
+    """What a puller needs of its connection: kv.carriers.stream.Connection, or what says the same in another way."""
+
+    silence_s: float
+
+    async def send(self, *headers: Header) -> None: ...
+    async def receive(self) -> Header: ...
+    async def receive_into(self, room: memoryview) -> None: ...
+
+
+def in_place(connection: Heard, sink: Sink) -> Payload:
+    """For `pull`: payloads that follow their header go to their places in the inbox."""
+
+    async def payload(header: Header) -> Sequence[memoryview]:
+        if not isinstance(header, Frame):
+            return ()
+        room = sink.room(header)
+        await connection.receive_into(room)
+        return (room,)
+
+    return payload
+
+
+async def pull(connection: Heard, transfer: Transfer, sink: Sink, payload: Payload) -> None:
     """One pull over `connection`, from Pull to Ack. `payload` gives the bytes of a header, none for other headers than frames.
 
     Raises TransferError when the source refuses, fails, closes or falls silent, and what `sink` raises. After an error the connection

@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from disagg.errors import TransferCorruptError
 from disagg.kv.frames import MAX_HEADER_BYTES, Header, pack, unpack
@@ -206,16 +207,29 @@ def _expire(ready: asyncio.Future[None]) -> None:
         ready.set_exception(TimeoutError())
 
 
-class KeptConnections:
+class Keepable(Protocol):
+    """What a kept connection can do; see Connection."""
+
+    @property
+    def is_quiet(self) -> bool: ...
+    def watch(self, said_or_closed: Callable[[], None], /) -> None: ...
+    def unwatch(self) -> None: ...
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Keepable)
+
+
+class KeptConnections(Generic[C]):
     """Connections whose last pull ended well, for the next pull within KEPT_S: no handshake, and TCP knows the path.
 
     By worker; only those to its latest (endpoint, epoch) count. One that the peer closes meanwhile is closed here, too.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[tuple[str, str], dict[Connection, asyncio.TimerHandle]]] = {}
+        self._kept: dict[str, tuple[tuple[str, str], dict[C, asyncio.TimerHandle]]] = {}
 
-    def take(self, worker: str, endpoint: str, epoch: str) -> Connection | None:
+    def take(self, worker: str, endpoint: str, epoch: str) -> C | None:
         """One that is still open, or None."""
         key, kept = self._kept.get(worker, ((endpoint, epoch), {}))
         if key != (endpoint, epoch):
@@ -230,7 +244,7 @@ class KeptConnections:
             connection.close()
         return None
 
-    def keep(self, worker: str, endpoint: str, epoch: str, connection: Connection) -> None:
+    def keep(self, worker: str, endpoint: str, epoch: str, connection: C) -> None:
         """Owns `connection` from now on."""
         key, kept = self._kept.setdefault(worker, ((endpoint, epoch), {}))
         if key != (endpoint, epoch) or len(kept) >= KEPT_CONNECTIONS:
@@ -249,7 +263,7 @@ class KeptConnections:
         for worker in list(self._kept):
             self.drop(worker)
 
-    def _end(self, worker: str, connection: Connection) -> None:
+    def _end(self, worker: str, connection: C) -> None:
         kept = self._kept.get(worker, ("", {}))[1]
         if connection in kept:
             kept.pop(connection).cancel()

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
 
 from disagg.errors import TransferCorruptError
-from disagg.kv.carriers.pulls import BACKLOG, Listener, lost, not_listening, pull, serve_pull
+from disagg.kv.carriers.pulls import BACKLOG, Listener, in_place, lost, not_listening, pull, serve_pull
 from disagg.kv.carriers.stream import Connection, KeptConnections
 from disagg.kv.frames import HEARTBEAT_S, SILENCE_S, Frame, Header, Pull, Sink
 from disagg.kv.outbox import Outbox, Reader
@@ -38,7 +37,7 @@ class TcpCarrier:
         self._silence_s = silence_s
         self._heartbeat_s = heartbeat_s
         self._listeners: list[Listener] = []
-        self._kept = KeptConnections()
+        self._kept: KeptConnections[Connection] = KeptConnections()
 
     async def serve(self, outbox: Outbox) -> str:
         async def serve(connection: Connection, request: Header) -> None:
@@ -58,16 +57,8 @@ class TcpCarrier:
     async def pull(self, endpoint: str, transfer: Transfer, sink: Sink) -> None:
         source = transfer.source
         connection = self._kept.take(source.worker, endpoint, source.epoch) or await self._connect(endpoint, transfer)
-
-        async def payload(header: Header) -> Sequence[memoryview]:
-            if not isinstance(header, Frame):
-                return ()
-            room = sink.room(header)
-            await connection.receive_into(room)
-            return (room,)
-
         try:
-            await pull(connection, transfer, sink, payload)
+            await pull(connection, transfer, sink, in_place(connection, sink))
         except BaseException:
             connection.close()
             raise
@@ -84,7 +75,12 @@ class TcpCarrier:
 
 
 async def connected(endpoint: str, transfer: Transfer, silence_s: float) -> Connection:
-    """A connection to HOST:PORT. Raises TransferError when nobody answers within `silence_s`."""
+    """A connection to HOST:PORT. Raises as `connected_socket` does."""
+    return Connection(await connected_socket(endpoint, transfer, silence_s), silence_s)
+
+
+async def connected_socket(endpoint: str, transfer: Transfer, silence_s: float) -> socket.socket:
+    """A non-blocking socket, connected to HOST:PORT. Raises TransferError when nobody answers within `silence_s`."""
     host, _, port = endpoint.rpartition(":")
     loop = asyncio.get_running_loop()
     try:
@@ -103,7 +99,7 @@ async def connected(endpoint: str, transfer: Transfer, silence_s: float) -> Conn
     except (OSError, ValueError) as error:
         raise lost(transfer, f"nobody listens at {endpoint}: {error}") from error
     _keep_alive(sock, silence_s)
-    return Connection(sock, silence_s)
+    return sock
 
 
 def listening(host: str, port: int) -> socket.socket:
