@@ -12,10 +12,25 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
-END_STREAM, ACK, END_HEADERS = 0x1, 0x1, 0x4
+from disagg.kv.carriers.http2 import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    GOAWAY,
+    HEADERS,
+    MESSAGE_PREFIX,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTING_INITIAL_WINDOW_SIZE,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame,
+    request_headers,
+)
+
 LARGEST_WINDOW = 2**31 - 1
-_PREFIX = struct.Struct(">BI")  # of a gRPC message: compressed or not, length
 
 
 @dataclass(slots=True)
@@ -31,12 +46,12 @@ class Answer:
     def take(self, data: bytes) -> None:
         """Bytes of the answer, cut anywhere."""
         self.rest += data
-        while len(self.rest) >= _PREFIX.size:
-            length = _PREFIX.size + _PREFIX.unpack_from(self.rest)[1]
+        while len(self.rest) >= MESSAGE_PREFIX.size:
+            length = MESSAGE_PREFIX.size + MESSAGE_PREFIX.unpack_from(self.rest)[1]
             if len(self.rest) < length:
                 return
             self.num_messages += 1
-            self.last = bytes(self.rest[_PREFIX.size : length])
+            self.last = bytes(self.rest[MESSAGE_PREFIX.size : length])
             del self.rest[:length]
             if not self.first.done():
                 self.first.set_result(None)
@@ -46,9 +61,7 @@ class Connection(asyncio.Protocol):
     """One connection, any number of calls at a time."""
 
     def __init__(self, path: str, authority: str) -> None:
-        headers = [b"\x83\x86", _named(4, path), _named(1, authority), _named(31, "application/grpc"), _text("te"), _text("trailers")]
-        headers.insert(4, b"\x00")  # `te` has no number: name and value follow
-        self._headers = b"".join(headers)
+        self._headers = request_headers(path, authority)
         self._next_id = 1
         self._answers: dict[int, Answer] = {}
         self._received = bytearray()
@@ -61,17 +74,17 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        window = _frame(SETTINGS, 0, 0, struct.pack(">HI", 4, LARGEST_WINDOW))
-        whole = _frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", LARGEST_WINDOW - 65_535))
-        transport.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + window + whole)
+        window = frame(SETTINGS, 0, 0, struct.pack(">HI", SETTING_INITIAL_WINDOW_SIZE, LARGEST_WINDOW))
+        whole = frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", LARGEST_WINDOW - 65_535))
+        transport.write(PREFACE + window + whole)
 
     def call(self, body: bytes) -> Answer:
         """Send one request; its answer comes by and by."""
         loop = asyncio.get_running_loop()
         stream_id, self._next_id = self._next_id, self._next_id + 2
         answer = self._answers[stream_id] = Answer(loop.create_future(), loop.create_future())
-        data = _PREFIX.pack(0, len(body)) + body
-        self._transport.write(_frame(HEADERS, END_HEADERS, stream_id, self._headers) + _frame(DATA, END_STREAM, stream_id, data))
+        data = MESSAGE_PREFIX.pack(0, len(body)) + body
+        self._transport.write(frame(HEADERS, END_HEADERS, stream_id, self._headers) + frame(DATA, END_STREAM, stream_id, data))
         return answer
 
     def data_received(self, data: bytes) -> None:
@@ -94,9 +107,9 @@ class Connection(asyncio.Protocol):
         if (kind in (DATA, HEADERS) and flags & END_STREAM) or kind == RST_STREAM:
             self._end(stream_id)
         elif kind == SETTINGS and not flags & ACK:
-            self._transport.write(_frame(SETTINGS, ACK, 0, b""))
+            self._transport.write(frame(SETTINGS, ACK, 0, b""))
         elif kind == PING and not flags & ACK:
-            self._transport.write(_frame(PING, ACK, 0, payload))
+            self._transport.write(frame(PING, ACK, 0, payload))
         elif kind == GOAWAY:
             self.connection_lost(None)
 
@@ -112,19 +125,3 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         self._transport.close()
-
-
-def _frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
-    return len(payload).to_bytes(3) + struct.pack(">BBI", kind, flags, stream_id) + payload
-
-
-def _text(text: str) -> bytes:
-    """A short string of HPACK (RFC 7541), not Huffman-coded."""
-    assert len(text) < 127
-    return bytes([len(text)]) + text.encode()
-
-
-def _named(index: int, value: str) -> bytes:
-    """A header whose name has a number in HPACK's static table, and which is not to be remembered."""
-    prefix = bytes([index]) if index < 15 else bytes([15, index - 15])
-    return prefix + _text(value)

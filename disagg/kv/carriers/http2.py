@@ -198,7 +198,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         settings = ((SETTING_HEADER_TABLE_SIZE, 0), (SETTING_ENABLE_PUSH, 0), (SETTING_MAX_FRAME_SIZE, _MAX_FRAME_BYTES))
         said = b"".join(struct.pack(">HI", *setting) for setting in settings)
-        transport.write(PREFACE + frame(SETTINGS, 0, 0, said) + _window_update(0, _WINDOW))
+        self._transport.write(PREFACE + frame(SETTINGS, 0, 0, said) + _window_update(0, _WINDOW))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         self._in_place = self._frame_left > 0 and self._kind == DATA and len(self._want) > 0
