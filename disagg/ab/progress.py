@@ -24,6 +24,8 @@ class RunProgress:
 
     def plan(self, turns: int, turn_s: float) -> None:
         """`turns` turns are to come, at most, of about `turn_s` seconds each; once turns have ended, their mean is the better guess."""
+        if self._turns_left <= 0:  # what went before was not planned, and says nothing of these
+            self._turns_done = 0
         self._turns_left = turns
         if not self._turns_done:
             self._turn_s = turn_s
@@ -36,16 +38,15 @@ class RunProgress:
         """A turn of `num_requests` requests begins."""
         self._turn_started_s = time.monotonic()
         if self._bar is None:
-            self.say(f"{title}: {num_requests} requests, {_duration(self._turns_left * self._turn_s)} left")
+            self.say(", ".join(filter(None, (f"{title}: {num_requests} requests", self._left()))))
         else:
             self._end_task()
-            self._task = self._bar.add_task(escape(title), total=num_requests, left=_duration(self._turns_left * self._turn_s))
+            self._task = self._bar.add_task(escape(title), total=num_requests, left=self._left())
 
     def request_ended(self) -> None:
         """One of the turn's requests ended."""
         if self._bar is not None and self._task is not None:
-            left_s = self._turns_left * self._turn_s - (time.monotonic() - self._turn_started_s)
-            self._bar.update(self._task, advance=1, left=_duration(max(0.0, left_s)))
+            self._bar.update(self._task, advance=1, left=self._left(time.monotonic() - self._turn_started_s))
 
     def end_turn(self) -> None:
         """The turn is over: the mean of all that are is the estimate of the others."""
@@ -54,6 +55,12 @@ class RunProgress:
         self._turn_s = took_s if self._turns_done == 1 else self._turn_s + (took_s - self._turn_s) / self._turns_done
         self._turns_left -= 1
         self._end_task()
+
+    def _left(self, passed_s: float = 0.0) -> str:
+        """How long the planned turns will take, `passed_s` into the first of them; nothing where none is planned (a search for the chunk)."""
+        if self._turns_left <= 0:
+            return ""
+        return f"{_duration(max(0.0, self._turns_left * self._turn_s - passed_s))} left"
 
     def _end_task(self) -> None:
         if self._bar is not None and self._task is not None:
@@ -65,7 +72,7 @@ class RunProgress:
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(24),
-                TextColumn("{task.completed}/{task.total} requests, {task.fields[left]} left"),
+                TextColumn("{task.completed}/{task.total} requests  {task.fields[left]}"),
             )
             self._bar = Progress(*columns, console=self._console, refresh_per_second=1, transient=True)
             self._bar.start()
