@@ -57,7 +57,7 @@ class RunProgress:
         self._end_task()
 
     def _left(self, passed_s: float = 0.0) -> str:
-        """How long the planned turns will take, `passed_s` into the first of them; nothing where none is planned (a search for the chunk)."""
+        """How long the planned turns will take, `passed_s` into the first of them; nothing where none is planned."""
         if self._turns_left <= 0:
             return ""
         return f"{_duration(max(0.0, self._turns_left * self._turn_s - passed_s))} left"
