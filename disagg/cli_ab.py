@@ -156,7 +156,7 @@ def _arms(topology: Topology, text: str | None, chunk: str | None) -> tuple[Arm,
         return arms
     if not chunk.isdecimal():
         raise ConfigError(key="--chunk", value=chunk, expected="a number of tokens, or: topology")
-    return tuple(with_chunk(arm, int(chunk)) if arm.kind == "colocated" else arm for arm in arms)
+    return tuple(with_chunk(arm, int(chunk)) for arm in arms)
 
 
 def _lasting(workload: AnyWorkload, duration_s: float | None) -> AnyWorkload:

@@ -70,7 +70,8 @@ class SimulatedSettings(_Strict):
 
 
 class EngineSettings(_Strict):
-    """Which engine, and its arguments. `args`: any field of vLLM's AsyncEngineArgs, for all pools; a pool's `args` win.
+    """Which engine, and its arguments. `args`: any field of vLLM's AsyncEngineArgs, for all pools; a pool's `args` win. One is ours:
+    `mixed_step_tokens`, the tokens of a step in which somebody decodes, at most.
 
     `profile`: a file of `disagg profile`, relative to the topology's: where predictions start, and what simulated engines compute with.
     """

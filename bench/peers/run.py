@@ -93,7 +93,7 @@ def main() -> int:
             print(f"starting {name}", flush=True)
             peers[f"external-{name}"] = stack.enter_context(running(servers, folder.path / "logs" / name))
         text = ",".join([given.arms, *(f"{name}={peer.url}" for name, peer in peers.items())])
-        arms = tuple(with_chunk(arm, given.chunk) if given.chunk and arm.kind == "colocated" else arm for arm in parse_arms(text, topology))
+        arms = tuple(with_chunk(arm, given.chunk) if given.chunk else arm for arm in parse_arms(text, topology))
         rates = [float(rate) for rate in given.rates.split(",") if rate]
         resident = can_be_resident(deployed(arms), free_memory_bytes())
         comparison = compare(topology, workload, resident=resident, arms=arms, rates=rates, rounds=given.rounds)

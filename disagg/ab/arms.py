@@ -17,7 +17,7 @@ DEFAULT_ARMS = "disagg,colocated"
 _KINDS = ("colocated", "disagg", "disagg-1p1d", "adaptive", "external=URL", "external-NAME=URL")
 _RATIO = re.compile(r"disagg-(\d+)p(\d+)d")
 _EXTERNAL = re.compile(r"(external(?:-[A-Za-z0-9][A-Za-z0-9_.-]{0,40})?)=(.*)")
-_CHUNK_KEY = "max_num_batched_tokens"
+_CHUNK_KEY, _MIXED_KEY = "max_num_batched_tokens", "mixed_step_tokens"
 _ENGINE_BASE_GIB = 1.5  # a vLLM CPU engine with a small model beside its KV: measured 1.3 GiB resident
 _DEFAULT_BOX_GIB = 0.5  # a box takes memory as it is filled
 _DEFAULT_KV_GIB = 4.0  # what vLLM takes on CPUs when nobody says
@@ -128,16 +128,25 @@ def _split(topology: Topology, prefill: int, decode: int, name: str) -> Arm:
     return Arm(name, "disagg", parse_topology(raw))
 
 
-def with_chunk(arm: Arm, chunk_tokens: int, name: str | None = None) -> Arm:
-    """A colocated arm whose engines take `chunk_tokens` per step. Raises ConfigError."""
-    assert arm.topology is not None
-    if chunk_tokens < 1:
-        raise ConfigError(key="--chunk", value=chunk_tokens, expected="a positive number of tokens")
+def with_chunk(arm: Arm, tokens: int, name: str | None = None) -> Arm:
+    """A colocated arm whose engines take `tokens` per step; an adaptive one whose engines do so in steps in which somebody decodes.
+
+    Other arms are as they were: there no prompt is beside a decode. Raises ConfigError.
+    """
+    if tokens < 1:
+        raise ConfigError(key="--chunk", value=tokens, expected="a positive number of tokens")
+    if arm.topology is None or arm.kind not in ("colocated", "adaptive"):
+        return arm
     raw = arm.topology.model_dump()
-    pool = arm.topology.active_pools()[Role.COLOCATED].model_dump()
     section = "simulated" if arm.topology.engine.kind == "simulated" else "args"
-    pool[section] = {**pool[section], _CHUNK_KEY: chunk_tokens}
-    raw["pools"]["colocated"] = pool
+    for role, settings in arm.topology.active_pools().items():
+        pool = settings.model_dump()
+        if role is Role.COLOCATED:
+            pool[section] = {**pool[section], _CHUNK_KEY: tokens}
+        else:
+            most = chunk_tokens(arm.topology, role) or tokens
+            pool[section] = {**pool[section], _MIXED_KEY: min(tokens, most)}
+        raw["pools"][role.value] = pool
     if name is not None:
         raw["name"] = _deployment_name(raw["name"], name)
     return replace(arm, name=name or arm.name, topology=parse_topology(raw))
@@ -148,6 +157,13 @@ def chunk_tokens(topology: Topology, role: Role) -> int | None:
     if topology.engine.kind == "simulated":
         return topology.simulated(role).max_num_batched_tokens
     value = topology.engine_args(role).get(_CHUNK_KEY)
+    return value if isinstance(value, int) else None
+
+
+def mixed_step_tokens(topology: Topology, role: Role) -> int | None:
+    """Tokens of a step in which somebody decodes; None where that is no other limit."""
+    simulated = topology.engine.kind == "simulated"
+    value = topology.simulated(role).mixed_step_tokens if simulated else topology.engine_args(role).get(_MIXED_KEY)
     return value if isinstance(value, int) else None
 
 
@@ -165,6 +181,7 @@ def setup_of(arm: Arm) -> SetupReport:
         cores=sum(pool.count * pool.cores for pool in pools.values()),
         gpus=sum(pool.count * pool.gpus for pool in pools.values()),
         chunk_tokens={role.value: size for role in pools if (size := chunk_tokens(arm.topology, role)) is not None},
+        mixed_step_tokens={role.value: size for role in pools if (size := mixed_step_tokens(arm.topology, role)) is not None},
         prefix_cache=_prefix_cache(arm.topology),
     )
 

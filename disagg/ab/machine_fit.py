@@ -38,7 +38,7 @@ FEWEST_TOKENS = 4
 CHUNK_STEP_TOKENS = 32  # vLLM's attention on CPUs works on blocks of so many
 SMALLEST_CHUNK_TOKENS = 64  # of smaller steps a fixed cost is the larger part
 LEAST_ROOM_TOKENS = 16  # that a long prompt leaves in a step
-CHUNK_KEY, LONG_PROMPT_KEY = "max_num_batched_tokens", "long_prefill_token_threshold"
+CHUNK_KEY, LONG_PROMPT_KEY, MIXED_KEY = "max_num_batched_tokens", "long_prefill_token_threshold", "mixed_step_tokens"
 TIMEOUT_S = 300.0
 
 
@@ -156,11 +156,17 @@ def _chunks(args: dict[str, Any], usual_seqs: Any, factor: float) -> dict[str, i
         return {}
     seqs = args.get("max_num_seqs", usual_seqs)
     least = max(SMALLEST_CHUNK_TOKENS, -(-seqs // CHUNK_STEP_TOKENS) * CHUNK_STEP_TOKENS if isinstance(seqs, int) else 0)
-    shorter = min(chunk, max(least, round(chunk * factor / CHUNK_STEP_TOKENS) * CHUNK_STEP_TOKENS))
-    if not long_prompt:
-        return {CHUNK_KEY: shorter}
-    room = max(LEAST_ROOM_TOKENS, round(shorter * (chunk - long_prompt) / chunk))
-    return {CHUNK_KEY: shorter, LONG_PROMPT_KEY: min(shorter - room, long_prompt)}
+
+    def shorter(tokens: int) -> int:
+        return min(tokens, max(least, round(tokens * factor / CHUNK_STEP_TOKENS) * CHUNK_STEP_TOKENS))
+
+    found = {CHUNK_KEY: shorter(chunk)}
+    if mixed := args.get(MIXED_KEY):
+        found[MIXED_KEY] = shorter(mixed)
+    if long_prompt:
+        room = max(LEAST_ROOM_TOKENS, round(found[CHUNK_KEY] * (chunk - long_prompt) / chunk))
+        found[LONG_PROMPT_KEY] = min(found[CHUNK_KEY] - room, long_prompt)
+    return found
 
 
 def lone_worker(topology: Topology) -> Arm:

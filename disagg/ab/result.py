@@ -156,7 +156,8 @@ class PointReport(_Strict):
 
 
 class SetupReport(_Strict):
-    """What an arm is. Counts are of workers, null where it has no such pool; `chunk_tokens`: prompt and decode tokens per engine step.
+    """What an arm is. Counts are of workers, null where it has no such pool; `chunk_tokens`: prompt and decode tokens per engine step,
+    `mixed_step_tokens`: of one in which somebody decodes, where that is another limit.
 
     `url`: of an external arm, of which nothing else is known. `prefix_cache`: null where it cannot be told.
     """
@@ -168,6 +169,7 @@ class SetupReport(_Strict):
     cores: int | None = None
     gpus: int | None = None
     chunk_tokens: dict[str, int] = Field(default_factory=dict)
+    mixed_step_tokens: dict[str, int] = Field(default_factory=dict)
     prefix_cache: bool | None = None
     url: str | None = None
 

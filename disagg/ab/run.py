@@ -234,7 +234,7 @@ def workload_at(comparison: Comparison, rate_rps: float) -> AnyWorkload:
 
 def tuned(comparison: Comparison, search: ChunkSearch) -> Comparison:
     """The comparison with the colocated arms' chunk as the search chose it."""
-    arms = tuple(with_chunk(arm, search.chosen_tokens) if arm.kind == "colocated" else arm for arm in comparison.arms)
+    arms = tuple(with_chunk(arm, search.chosen_tokens) for arm in comparison.arms)
     return replace(comparison, arms=arms, chunk_search=search)
 
 

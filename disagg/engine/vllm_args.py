@@ -30,6 +30,7 @@ UNSUPPORTED = {  # each splits one engine in a way that a transfer does not know
     "decode_context_parallel_size": "tensor_parallel_size",
     "prefill_context_parallel_size": "tensor_parallel_size",
 }
+MIXED_STEP_TOKENS = "mixed_step_tokens"  # an argument that vLLM has not: see vllm_steps.py
 CPU_BLOCK_TOKENS = 32  # vLLM's CPU attention wants a multiple of 32; the smallest wastes least in a last block
 CPU_MEMORY_SHARE = 0.2  # vLLM's own 0.9 of the host's memory would let one engine start, not several
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -39,9 +40,11 @@ _SAMPLES_PER_FILE = 16
 
 def check_names(args: Mapping[str, Any]) -> None:
     """Raise ConfigError for an argument that vLLM has not (naming the nearest one that it has), or that disagg sets itself."""
-    known = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
+    known = {f.name for f in dataclasses.fields(AsyncEngineArgs)} | {MIXED_STEP_TOKENS}
     for name, value in args.items():
         key = f"engine.args.{name}"
+        if name == MIXED_STEP_TOKENS:
+            check_mixed_step_tokens(value, args.get("max_num_batched_tokens"))
         if name in OURS:
             raise ConfigError(f"{key} is set by {OURS[name]}", key=key, value=value, expected="no value")
         if name not in known:
@@ -51,10 +54,23 @@ def check_names(args: Mapping[str, Any]) -> None:
             raise ConfigError(f"{key}: KV hand-over does not support {value}; use {UNSUPPORTED[name]}", key=key, value=value, expected="1")
 
 
+def check_mixed_step_tokens(value: Any, step_tokens: Any) -> None:
+    """Raise ConfigError unless it is a number of tokens that fits a step."""
+    most = step_tokens if isinstance(step_tokens, int) else None
+    if value is None or (type(value) is int and 1 <= value <= (most or value)):
+        return
+    expected = "a positive number of tokens" + (f", at most max_num_batched_tokens ({most})" if most else "")
+    raise ConfigError(key=f"engine.args.{MIXED_STEP_TOKENS}", value=value, expected=expected)
+
+
 def engine_args(model: str, args: Mapping[str, Any]) -> AsyncEngineArgs:
-    """vLLM's arguments for `model`, from any AsyncEngineArgs fields in `args`. Raises ConfigError naming a wrong one."""
+    """vLLM's arguments for `model`, from any AsyncEngineArgs fields in `args`. Raises ConfigError naming a wrong one.
+
+    `mixed_step_tokens` is ours: the connector is told of it.
+    """
     check_names(args)
     chosen: dict[str, Any] = {**_defaults(args), **args}
+    mixed_step_tokens = chosen.pop(MIXED_STEP_TOKENS, None)
     if chosen.get("kv_events_config") is None and chosen.get("enable_prefix_caching") is not False:
         chosen["kv_events_config"] = events_config()
     chosen["logits_processors"] = [*(args.get("logits_processors") or ()), *_own_logits_processors()]
@@ -68,7 +84,10 @@ def engine_args(model: str, args: Mapping[str, Any]) -> AsyncEngineArgs:
                 kv_connector_module_path="disagg.engine.vllm_connector",
                 kv_role="kv_both",
                 kv_load_failure_policy="fail",
-                kv_connector_extra_config={"model_fingerprint": model_fingerprint(model, args)},
+                kv_connector_extra_config={
+                    "model_fingerprint": model_fingerprint(model, args),
+                    MIXED_STEP_TOKENS: mixed_step_tokens,
+                },
             ),
             **chosen,
         )

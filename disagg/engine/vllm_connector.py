@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from disagg.engine.vllm_args import MIXED_STEP_TOKENS
 from disagg.engine.vllm_channel import ADDRESS_ENV, RankChannel, answer_lookups, hold_lifeline, report_step
 from disagg.engine.vllm_loads import PIECE_BYTES, STEP_SHARE, RankLoads
 from disagg.engine.vllm_memory import CacheBlocks, RankBoxes
@@ -29,6 +30,7 @@ from disagg.engine.vllm_patches import patch_runner
 from disagg.engine.vllm_plan import Copy, Planner, StepPlan
 from disagg.engine.vllm_prefix import PrefixLookup
 from disagg.engine.vllm_stats import StepClock
+from disagg.engine.vllm_steps import limit_mixed_steps
 from disagg.engine.vllm_structure import patch_structured_output
 from disagg.errors import ConfigError
 from disagg.kv.form import FLOATS
@@ -72,6 +74,9 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
             patch_runner(vllm_config)
         else:
             patch_structured_output()
+            mixed_step_tokens = vllm_config.kv_transfer_config.get_from_extra_config(MIXED_STEP_TOKENS, None)
+            if mixed_step_tokens is not None:
+                limit_mixed_steps(mixed_step_tokens)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -21,6 +21,7 @@ _WORKERS_OWN = (
     "gpu_memory_utilization",
     "kv_cache_dtype",
     "max_num_batched_tokens",
+    "mixed_step_tokens",
     "max_num_seqs",
     "quantization",
     "tensor_parallel_size",

@@ -38,6 +38,7 @@ pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest
 
 LENGTHS = [1, 5, 31, 32, 33, 63, 64, 65, 200, 511, 512, 513, 1500, 3000]
 CHUNK_TOKENS = 512
+MIXED_STEP_TOKENS = 128
 CONTEXT_TOKENS = 3200
 BLOCK_TOKENS = 32
 WIDTH = 2 if QUICK_ARGS["dtype"] == "bfloat16" else 4
@@ -127,9 +128,10 @@ async def cluster(quick_model: Path) -> AsyncIterator[Cluster]:
     context_bytes = (CONTEXT_TOKENS + BLOCK_TOKENS) * token_bytes
     small = {**ARGS, "kv_cache_memory_bytes": context_bytes}
     large = {**ARGS, "kv_cache_memory_bytes": 4 * context_bytes}
+    mixed = {**large, "mixed_step_tokens": MIXED_STEP_TOKENS}  # of no account to a worker that only prefills
     started: list[VllmEngine] = []
     try:
-        for name, args, core in (("prefill", large, 0), ("decode", small, 1), ("colocated", large, 0)):
+        for name, args, core in (("prefill", mixed, 0), ("decode", small, 1), ("colocated", large, 0)):
             started.append(await start_vllm_engine(str(quick_model), args, boxes[0 if name == "prefill" else 2], boxes[1], name, [core]))
         prefill, decode, colocated = started
         assert prefill.layout == decode.layout == colocated.layout
@@ -399,6 +401,21 @@ async def test_steps_are_reported_as_they_were(cluster: Cluster) -> None:
     assert steps[0].seconds > max(s.seconds for s in steps[2:]) > 0
 
 
+async def test_a_step_in_which_somebody_decodes_is_shorter(cluster: Cluster) -> None:
+    engine, prompt_tokens = cluster.prefill, CHUNK_TOKENS + 50
+    assert engine.state().mixed_step_tokens == MIXED_STEP_TOKENS
+    beside = engine.generate(request_of(fresh_prompt(40), max_tokens=20))
+    await anext(beside)  # type: ignore[call-overload]
+    known = engine.state().steps[-1].number
+    await asyncio.gather(drain(engine.generate(request_of(fresh_prompt(prompt_tokens), max_tokens=2))), drain(beside))
+    _, entry = await cluster.staged(request_of(fresh_prompt(prompt_tokens)))
+    entry.end_read()
+    *mixed, whole, rest = [s for s in engine.state().steps if s.number > known and s.prefill_tokens]
+    assert sum(s.prefill_tokens for s in mixed) == prompt_tokens
+    assert all(s.decode_requests == 1 and s.prefill_tokens < MIXED_STEP_TOKENS for s in mixed)
+    assert (whole.prefill_tokens, rest.prefill_tokens) == (CHUNK_TOKENS, 50)
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.1, 0.4, 0.8])
 async def test_cancelled_prefill(cluster: Cluster, after_s: float) -> None:
     request = request_of(fresh_prompt(2500))
@@ -536,5 +553,8 @@ async def test_unknown_engine_arguments_are_named(smollm2: Path) -> None:
     box = Box(1 << 20, "unused")
     with pytest.raises(ConfigError, match="max_num_seqs"):
         await start_vllm_engine(str(smollm2), {"max_num_seq": 4}, box, box, "wrong")
+    for wrong in (0, 600, "128"):
+        with pytest.raises(ConfigError, match=r"mixed_step_tokens.*at most max_num_batched_tokens \(512\)"):
+            await start_vllm_engine(str(smollm2), {"mixed_step_tokens": wrong, "max_num_batched_tokens": 512}, box, box, "wrong")
     with pytest.raises(ConfigError, match="disagg's own KV connector"):
         await start_vllm_engine(str(smollm2), {"kv_transfer_config": {}}, box, box, "wrong")

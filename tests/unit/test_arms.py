@@ -103,6 +103,16 @@ def test_the_chunk_is_a_setting_of_the_colocated_arm():
     assert setup_of(with_chunk(simulated, 128)).chunk_tokens == {"colocated": 128}
 
 
+@pytest.mark.parametrize("engine", [{}, {"kind": "simulated"}])
+def test_adaptive_workers_take_that_chunk_beside_decodes(engine: dict[str, str]):
+    section = "simulated" if engine else "args"
+    adaptive, disagg = parse_arms("adaptive,disagg", topology(engine, prefill={"count": 1, section: {"max_num_batched_tokens": 96}}))
+    setup = setup_of(with_chunk(adaptive, 128))
+    assert setup.mixed_step_tokens == {"prefill": 96, "decode": 128}
+    assert setup.chunk_tokens["prefill"] == 96
+    assert with_chunk(disagg, 128) == disagg
+
+
 def test_arms_stay_up_where_their_memory_fits():
     arms = deployed(own_arms(topology({"env": {"VLLM_CPU_KVCACHE_SPACE": "1"}})))
     assert can_be_resident(arms)

@@ -58,7 +58,8 @@ def test_chunks_shrink_with_the_prompts_and_targets_grow_with_the_step(topology:
     assert [c.ttft_ms for c in found.slo_classes] == [c.ttft_ms for c in topology.slo_classes]
     prefill = found.engine_args(Role.PREFILL)
     assert (prefill["max_num_batched_tokens"], prefill["long_prefill_token_threshold"]) == (128, 104)
-    assert found.engine_args(Role.DECODE)["max_num_batched_tokens"] == 128
+    decode = found.engine_args(Role.DECODE)
+    assert (decode["max_num_batched_tokens"], decode["mixed_step_tokens"]) == (128, 64)
     assert found.with_mode(Mode.COLOCATED).engine_args(Role.COLOCATED)["max_num_batched_tokens"] == 64
     assert found.pools.prefill is not None
     assert found.pools.prefill.count == 1

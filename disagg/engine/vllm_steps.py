@@ -1,0 +1,53 @@
+"""How many tokens a step takes: fewer where somebody decodes in it (engine argument `mixed_step_tokens`).
+
+vLLM has one limit for all steps. A worker that runs prompts alone wants large steps, and one that decodes beside a prompt wants short ones;
+in mode adaptive the same worker does both, by turns.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.v1.request import Request
+
+
+def limit_mixed_steps(mixed_step_tokens: int) -> None:
+    """Have vLLM's scheduler, in this process, plan at most so many tokens for a step in which a request decodes. Idempotent."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    Scheduler._disagg_mixed_step_tokens = mixed_step_tokens
+    if not hasattr(Scheduler.schedule, "_disagg_patched"):
+        Scheduler.schedule = _with_mixed_steps(Scheduler.schedule)
+
+
+def _with_mixed_steps(schedule: Any) -> Any:
+    """`schedule` with other limits for one call: of the step, and of a long prompt in it, which leaves others as much as always."""
+
+    @functools.wraps(schedule)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config, whole = self.scheduler_config, self.max_num_scheduled_tokens
+        decodes = num_decodes(self.running)
+        limit = max(self._disagg_mixed_step_tokens, decodes * (1 + self.num_spec_tokens))
+        if not decodes or limit >= whole:
+            return schedule(self, *args, **kwargs)
+        long_prompt = config.long_prefill_token_threshold
+        self.max_num_scheduled_tokens = limit
+        if long_prompt:
+            config.long_prefill_token_threshold = max(limit - max(0, whole - long_prompt), limit // 4, 1)
+        try:
+            return schedule(self, *args, **kwargs)
+        finally:
+            self.max_num_scheduled_tokens = whole
+            config.long_prefill_token_threshold = long_prompt
+
+    wrapped._disagg_patched = True  # type: ignore[attr-defined]
+    return wrapped
+
+
+def num_decodes(running: Iterable[Request]) -> int:
+    """How many of them wait for more tokens with their whole prompt computed. An answer of one token never decodes."""
+    return sum(request.max_tokens > 1 and request.num_computed_tokens >= request.num_prompt_tokens for request in running)
