@@ -139,10 +139,11 @@ class Via:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """(torch_dist) The puller waits in a recv with `tag` for the payload of frame `seq` of pull `pull_id`: send it now."""
+    """(torch_dist) The puller waits in a recv with `tag` for `num_frames` payloads of pull `pull_id`, as one, from frame `seq` on."""
 
     pull_id: str
     seq: int
+    num_frames: int
     tag: int
 
 

@@ -51,7 +51,7 @@ HEADERS: list[Header] = [
     Shown("e", 1 << 40, b"h"),
     Join("e", "p"),
     Via("u"),
-    Want("u", 3, 7),
+    Want("u", 3, 2, 7),
 ]
 
 

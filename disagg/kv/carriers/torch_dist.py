@@ -4,8 +4,8 @@
       control: Join(pair) --------------------------->            both build a process group of two over the source's TCPStore
       pull:    Via(pull), Pull ---------------------->
                <------------------------------------- Opened, Frame headers, Waiting, End
-      recv posted; control: Want(pull, seq, tag) ---->            send posted
-               <===================================== payload, by the process group
+      recv posted; control: Want(pull, seq, n, tag) ->            send posted
+               <===================================== n payloads as one, by the process group
       pull:    Ack ---------------------------------->
 
 A pair of workers has one group, built by its first pull and kept until one of them dies or a send or recv fails; then both drop it, and
@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import importlib.util
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,14 +30,16 @@ from disagg.errors import ConfigError, TransferCorruptError, TransferError
 from disagg.kv.carriers.pulls import Listener, lost
 from disagg.kv.carriers.stream import Connection
 from disagg.kv.carriers.tcp import connected, listening
-from disagg.kv.carriers.torch_groups import Groups, all_done
+from disagg.kv.carriers.torch_groups import Groups, all_done, are_together, tensor
 from disagg.kv.carriers.torch_source import Source
-from disagg.kv.frames import HEARTBEAT_S, SILENCE_S, Ack, Failed, Frame, Join, Sink, Via, Want, pull_request, raise_failed
+from disagg.kv.frames import HEARTBEAT_S, SILENCE_S, Ack, Failed, Frame, Header, Join, Sink, Via, Want, pull_request, raise_failed
 from disagg.kv.outbox import Outbox
 from disagg.types import Transfer, new_id
 
-FRAMES_AHEAD = 4  # receives of one pull that may be under way
-PAIR_FRAMES = 8  # receives of one pair that may be under way; each holds a thread on both sides
+RECEIVE_BYTES = 16 << 20  # frames that lie together and have been announced are received as one, up to so many bytes: each costs threads
+RECEIVES_AHEAD = 2  # of one pull that may be under way
+FRAMES_AHEAD = 12  # of one pull that may be announced while those are
+PAIR_RECEIVES = 8  # of one pair that may be under way; each holds a thread on both sides
 
 
 class TorchDistCarrier:
@@ -110,37 +113,40 @@ class TorchDistCarrier:
         self._groups.close()
 
     async def _pull(self, pair: _Pair, connection: Connection, transfer: Transfer, sink: Sink, receives: deque[_Receive]) -> None:
-        """The messages of one pull, in order, with up to FRAMES_AHEAD payloads under way."""
+        """The messages of one pull, in order, with up to RECEIVES_AHEAD receives under way."""
         pull_id = new_id()
         await connection.send(Via(pull_id))
         await connection.send(pull_request(transfer))
+        announced: deque[_Place] = deque()  # frames that have not been asked for
         reading = asyncio.ensure_future(connection.receive())
+        header: Header | None = None
         complete = False
         try:
             while not complete:
-                may_read = len(receives) < FRAMES_AHEAD
-                waits: set[asyncio.Future[Any]] = {reading} if may_read else set()
-                if receives:
-                    waits.add(receives[0].done)
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                while announced and len(receives) < RECEIVES_AHEAD:
+                    receives.append(_ask(pair, pull_id, announced))
+                waits: set[asyncio.Future[Any]] = {receives[0].done} if receives else set()
+                if header is None and len(announced) < FRAMES_AHEAD:
+                    waits.add(reading)
+                if waits:
+                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 if receives and receives[0].done.done():
-                    first = receives[0]
-                    _check_received(first, transfer)
-                    receives.popleft()
-                    complete = await sink.receive(first.frame, (first.room,))
-                elif not isinstance(header := reading.result(), Frame) and receives:
-                    await asyncio.wait({receives[-1].done})  # what was announced before it goes first
+                    _check_received(receives[0], transfer)
+                    for frame, room in receives.popleft().places:
+                        complete = await sink.receive(frame, (room,))
+                    continue
+                header = reading.result()
+                if isinstance(header, Failed):
+                    raise_failed(header)
+                if isinstance(header, Frame):
+                    announced.append((header, sink.room(header)))
+                elif receives or announced:
+                    continue  # what was announced before it goes first
                 else:
-                    if isinstance(header, Failed):
-                        raise_failed(header)
-                    if isinstance(header, Frame):
-                        room = sink.room(header)
-                        done = asyncio.ensure_future(pair.receive(pull_id, header, room))
-                        receives.append(_Receive(header, room, done))
-                    else:
-                        complete = await sink.receive(header, ())
-                    if not complete:
-                        reading = asyncio.ensure_future(connection.receive())
+                    complete = await sink.receive(header, ())
+                header = None
+                if not complete:
+                    reading = asyncio.ensure_future(connection.receive())
             await connection.send(Ack(transfer.transfer_id))
         finally:
             reading.cancel()
@@ -193,19 +199,32 @@ class TorchDistCarrier:
         return pair
 
 
+_Place = tuple[Frame, memoryview]  # a frame and where its payload belongs
+
+
 @dataclass(frozen=True, slots=True)
 class _Receive:
-    """A payload on its way to `room`."""
+    """Payloads on their way, in one piece."""
 
-    frame: Frame
-    room: memoryview
+    places: list[_Place]
     done: asyncio.Task[None]
+
+
+def _ask(pair: _Pair, pull_id: str, announced: deque[_Place]) -> _Receive:
+    """Ask for as many of the announced frames as lie together."""
+    places = [announced.popleft()]
+    num_bytes = len(places[0][1])
+    while announced and are_together(places[-1][1], announced[0][1]) and num_bytes + len(announced[0][1]) <= RECEIVE_BYTES:
+        places.append(announced.popleft())
+        num_bytes += len(places[-1][1])
+    rooms = [room for _, room in places]
+    return _Receive(places, asyncio.ensure_future(pair.receive(pull_id, places[0][0].seq, rooms)))
 
 
 def _check_received(receive: _Receive, transfer: Transfer) -> None:
     error = receive.done.exception()
     if error is not None:
-        raise lost(transfer, f"no payload of frame {receive.frame.seq}: {error}")
+        raise lost(transfer, f"no payload of frame {receive.places[0][0].seq}: {error}")
 
 
 class _Pair:
@@ -216,12 +235,14 @@ class _Pair:
         self._group = group
         self._control = control
         self._groups = groups
-        self._slots = asyncio.Semaphore(PAIR_FRAMES)
+        self._slots = asyncio.Semaphore(PAIR_RECEIVES)
         self._order = asyncio.Lock()
         self._num_receives = 0
 
-    async def receive(self, pull_id: str, frame: Frame, room: memoryview) -> None:
-        """Ask for a payload and wait until it is there. Not to be cancelled: the group writes into `room` until this returns.
+    async def receive(self, pull_id: str, seq: int, rooms: Sequence[memoryview]) -> None:
+        """Ask for the payloads of frames from `seq` on, whose `rooms` lie together, and wait until they are there.
+
+        Not to be cancelled: the group writes into `rooms` until this returns.
 
         Raises OSError, EOFError, TimeoutError or RuntimeError when the pair is lost; it is closed then.
         """
@@ -231,8 +252,8 @@ class _Pair:
                     if self.is_closed:
                         raise EOFError("the process group was closed")
                     tag, self._num_receives = self._num_receives, self._num_receives + 1
-                    work = self._group.recv([self._groups.tensor(room)], 0, tag)
-                    await self._control.send(Want(pull_id, frame.seq, tag))
+                    work = self._group.recv([tensor(rooms)], 0, tag)
+                    await self._control.send(Want(pull_id, seq, len(rooms), tag))
             except BaseException:
                 self.close()
                 raise

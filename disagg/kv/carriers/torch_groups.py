@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable
+import ctypes
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
+
+import numpy as np
 
 from disagg.kv.carriers.tcp import listening
 
@@ -73,18 +76,34 @@ class Groups:
         """
         await self._run(work.wait, self._timeout)
 
-    def tensor(self, room: memoryview) -> Any:
-        """The bytes as a tensor, not copied."""
-        import torch
-
-        return torch.frombuffer(room, dtype=torch.uint8)
-
     def close(self) -> None:
         self._threads.shutdown(wait=False)
         self._store = None
 
     def _run(self, function: Any, *args: Any) -> Awaitable[Any]:
         return asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+
+def tensor(parts: Sequence[memoryview]) -> Any:
+    """The bytes of `parts` as one tensor: not copied where they lie together in memory, else copied, and so to be read only."""
+    import torch
+
+    if len(parts) == 1:
+        return torch.frombuffer(parts[0], dtype=torch.uint8)
+    if not all(map(are_together, parts, parts[1:])):
+        return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+    whole: Any = (ctypes.c_uint8 * sum(map(len, parts))).from_address(_address(parts[0]))
+    whole.parts = parts  # which keep the memory; the tensor keeps `whole`
+    return torch.frombuffer(whole, dtype=torch.uint8)
+
+
+def are_together(part: memoryview, after: memoryview) -> bool:
+    """Whether `after` begins in memory where `part` ends."""
+    return _address(part) + len(part) == _address(after)
+
+
+def _address(part: memoryview) -> int:
+    return int(np.frombuffer(part, dtype=np.uint8).ctypes.data)
 
 
 async def all_done(tasks: list[asyncio.Task[None]]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from disagg.errors import TransferCorruptError, TransferFencedError
 from disagg.kv.carriers.pulls import serve_pull
 from disagg.kv.carriers.stream import Connection
-from disagg.kv.carriers.torch_groups import Groups, all_done
+from disagg.kv.carriers.torch_groups import Groups, all_done, tensor
 from disagg.kv.frames import Frame, Header, Join, Pull, Via, Want, failed
 from disagg.kv.outbox import Outbox, Reader
 
@@ -64,9 +64,10 @@ class Source:
                 if not isinstance(want, Want):
                     raise TransferCorruptError(f"unexpected {type(want).__name__} in a pair")
                 pulled = self._pulls.get(want.pull_id)
-                if pulled is None or want.seq not in pulled.payloads:
+                wanted = range(want.seq, want.seq + want.num_frames)
+                if pulled is None or not wanted or not all(seq in pulled.payloads for seq in wanted):
                     raise EOFError("a Want of what is not served")  # ends the pair, and so the peer's wait for it
-                work = group.send([self._groups.tensor(pulled.payloads.pop(want.seq))], 1, want.tag)
+                work = group.send([tensor([pulled.payloads.pop(seq) for seq in wanted])], 1, want.tag)
                 task = asyncio.ensure_future(self._finish(work, control))
                 pulled.sends.add(task)
                 task.add_done_callback(pulled.sends.discard)
