@@ -21,13 +21,18 @@ def register(app: typer.Typer) -> None:
 
 
 def profile(
-    topology: Path = typer.Argument(help="Topology file; one of its workers is started here and measured."),
+    topology: Path = typer.Argument(help="Topology file; workers of it are started here and measured."),
     out: Path = typer.Option(Path("out/profile.json"), "--out", help="The profile file."),
     minutes: float = typer.Option(5.0, "--minutes", min=0.1, help="Begin nothing new after so long, and fit what there is."),
+    workers: int | None = typer.Option(
+        None, "--workers", min=1, help="Workers to measure at once. [default: on CPUs those that this machine has cores for, else 1]"
+    ),
     quick: bool = typer.Option(False, "--quick", help="A third of the lengths and batches, each once."),
     settings: list[str] = typer.Option([], "--set", metavar="KEY=VALUE", help=SET_HELP),
 ) -> None:
-    """Measure one worker: prompts of many lengths, decoding at many batches and contexts, KV transfer. Takes minutes.
+    """Measure a worker: prompts of many lengths, decoding at many batches and contexts, KV transfer. Takes minutes.
+
+    CPU workers are measured side by side, as they will run: they share the machine's memory, and slow each other.
 
     Use the file as `engine.profile` in a topology (the router then starts from it, and simulated engines take its times), or with
     `disagg sim --profile`. Steps that no hardware can have are refused.
@@ -43,20 +48,30 @@ def profile(
     model = None if simulated else str(resolve_model(loaded.model, topology.resolve().parent))
     console = Console(stderr=True, highlight=False)
     with console.status("") as status:
-        found = asyncio.run(profile_worker(loaded, model, _cores(loaded), status.update, budget_s=60 * minutes, quick=quick))
+        found = asyncio.run(profile_worker(loaded, model, _cores(loaded, workers), status.update, budget_s=60 * minutes, quick=quick))
     write_profile(found, out)
     typer.echo(describe(found))
     typer.echo(f"{out}")
 
 
-def _cores(topology: Topology) -> list[int] | None:
-    """The last cores of this process's: the first are the busiest."""
+def _cores(topology: Topology, workers: int | None) -> list[list[int] | None]:
+    """What each worker is bound to: the last of this process's cores, for the first are the busiest. Raises ConfigError."""
+    from disagg.errors import ConfigError
     from disagg.types import Mode, Role
 
     pool = topology.with_mode(Mode.COLOCATED).active_pools()[Role.COLOCATED]
-    if topology.engine.kind == "simulated" or pool.gpus or not pool.bind_cores:
-        return None
-    return sorted(os.sched_getaffinity(0))[-pool.cores :]
+    if topology.engine.kind == "simulated" or pool.gpus:
+        return [None] * (workers or 1)
+    usable = sorted(os.sched_getaffinity(0))
+    room = max(1, len(usable) // pool.cores)
+    count = workers or min(room, sum(p.count for p in topology.active_pools().values()))
+    if count > room:
+        raise ConfigError(
+            key="--workers", value=count, expected=f"at most {room}: each has {pool.cores} of this machine's {len(usable)} cores"
+        )
+    if not pool.bind_cores:
+        return [None] * count
+    return [usable[len(usable) - (i + 1) * pool.cores :][: pool.cores] for i in range(count)]
 
 
 def describe(found: Profile) -> str:

@@ -1,4 +1,4 @@
-"""One worker of a topology, started in this process, measured, and ended again."""
+"""Workers of a topology, started in this process, measured, and ended again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import datetime
 import platform
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,32 +32,37 @@ _TRANSFER_TRIES = 3
 
 
 async def profile_worker(
-    topology: Topology, model: str | None, cores: Sequence[int] | None, say: Say, *, budget_s: float = float("inf"), quick: bool = False
+    topology: Topology,
+    model: str | None,
+    cores: Sequence[Sequence[int] | None],
+    say: Say,
+    *,
+    budget_s: float = float("inf"),
+    quick: bool = False,
 ) -> Profile:
-    """Starts a colocated worker of `topology`, runs prompts and decodes on it, and fits its profile.
+    """Starts colocated workers of `topology`, runs prompts and decodes on them, and fits one profile to all their steps.
 
-    `model`: path or hub name (None when simulated). `cores`: bind to these. `budget_s`: no point begins later. Raises ConfigError, also
-    when the fit is not physical.
+    `model`: path or hub name (None when simulated). `cores`: what each worker is bound to (None: nothing); with several workers, all run
+    the same at the same time, for neighbours share a host's memory and slow each other. `budget_s`: no point begins later.
+
+    Raises ConfigError, also when the fit is not physical.
     """
     measured = topology.with_mode(Mode.COLOCATED)
     async with contextlib.AsyncExitStack() as undo:
-        outbox_bytes, inbox_bytes = box_bytes(topology, workers_on_host=1)
-        outbox_box = Box(outbox_bytes, "profile-outbox")
-        undo.callback(outbox_box.close)
-        inbox_box = Box(inbox_bytes, "profile-inbox")
-        undo.callback(inbox_box.close)
-        say("the engine starts")
-        engine = await start_engine(measured, Role.COLOCATED, "profile", model, outbox_box, inbox_box, cores)
-        undo.push_async_callback(engine.close)
+        say("the engine starts" if len(cores) == 1 else f"{len(cores)} engines start")
+        starting = [undo.enter_async_context(_worker(topology, model, own, f"profile-{i}", len(cores))) for i, own in enumerate(cores)]
+        workers = await asyncio.gather(*starting)
+        engine = workers[0].engine
         info = _info(measured, engine)
         state = engine.state()
         plan = plan_for(info.max_model_len, state.max_running_requests or 1, state.total_kv_tokens, quick=quick)
-        fitted = fit_steps(await Measurement(engine, info.vocab_size).run(plan, say, budget_s))
-        link = await _measure_link(topology, engine, info, outbox_box, inbox_box, say)
+        runs = [Measurement(w.engine, info.vocab_size, seed).run(plan, say, budget_s) for seed, w in enumerate(workers)]
+        fitted = fit_steps([step for records in await asyncio.gather(*runs) for step in records])
+        link = await _measure_link(topology, engine, info, workers[0].outbox_box, workers[0].inbox_box, say)
     args = measured.engine_args(Role.COLOCATED) if topology.engine.kind == "vllm" else measured.simulated(Role.COLOCATED).model_dump()
     return Profile(
         model=_fingerprint(measured, engine),
-        hardware=_hardware(measured, cores),
+        hardware=_hardware(measured, cores[0], len(cores)),
         args={key: value for key, value in args.items() if isinstance(value, (str, int, float, bool))},
         steps=fitted.steps,
         kv_cache_tokens=state.total_kv_tokens,
@@ -69,6 +74,25 @@ async def profile_worker(
         link_bandwidth=link.bandwidth if link else None,
         link_latency_s=link.latency_s if link else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    engine: Engine
+    outbox_box: Box
+    inbox_box: Box
+
+
+@contextlib.asynccontextmanager
+async def _worker(topology: Topology, model: str | None, cores: Sequence[int] | None, name: str, on_host: int) -> AsyncIterator[_Worker]:
+    """A colocated worker's engine and its boxes; ended when left."""
+    outbox_bytes, inbox_bytes = box_bytes(topology, workers_on_host=on_host)
+    with contextlib.closing(Box(outbox_bytes, f"{name}-outbox")) as outbox, contextlib.closing(Box(inbox_bytes, f"{name}-inbox")) as inbox:
+        engine = await start_engine(topology.with_mode(Mode.COLOCATED), Role.COLOCATED, name, model, outbox, inbox, cores)
+        try:
+            yield _Worker(engine, outbox, inbox)
+        finally:
+            await engine.close()
 
 
 def _info(topology: Topology, engine: Engine) -> ModelInfo:
@@ -84,7 +108,7 @@ def _fingerprint(topology: Topology, engine: Engine) -> str:
     return topology.simulated(Role.COLOCATED).shape if topology.engine.kind == "simulated" else engine.layout.model
 
 
-def _hardware(topology: Topology, cores: Sequence[int] | None) -> str:
+def _hardware(topology: Topology, cores: Sequence[int] | None, num_workers: int) -> str:
     pool = topology.active_pools()[Role.COLOCATED]
     if topology.engine.kind == "simulated":
         settings = topology.simulated(Role.COLOCATED)
@@ -92,7 +116,8 @@ def _hardware(topology: Topology, cores: Sequence[int] | None) -> str:
     if pool.gpus:
         return f"{pool.gpus} x {topology.gpu_name(Role.COLOCATED) or 'GPU'}"
     names = [line.partition(":")[2].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
-    return f"{len(cores) if cores else pool.cores} cores of {next(iter(names), platform.machine())}"
+    beside = f", {num_workers} workers at once" if num_workers > 1 else ""
+    return f"{len(cores) if cores else pool.cores} cores of {next(iter(names), platform.machine())}{beside}"
 
 
 def _lines(path: Path) -> list[str]:

@@ -31,7 +31,7 @@ slo_classes: [{name: chat, ttft_ms: 2000, tpot_ms: 100}]
 def test_a_known_engine_is_measured_and_simulated(tmp_path: Path) -> None:
     topology, out = tmp_path / "t.yaml", tmp_path / "p.json"
     topology.write_text(TOPOLOGY)
-    result = CliRunner().invoke(app, ["profile", str(topology), "--out", str(out), "--quick"])
+    result = CliRunner().invoke(app, ["profile", str(topology), "--out", str(out), "--quick", "--workers", "2"])
     assert result.exit_code == 0, result.output
     assert "median error" in result.output
     profile = load_profile(out)
