@@ -4,6 +4,7 @@
     python -m bench.sim_speed --traces DIR --workers 256 --factor 10 --hours 10    as many workers as fit ten times the rate
 
 `--hours`: the trace is sent so many times, one after the other; `--factor` divides its arrivals. Seconds are of this process's CPU.
+Memory: the requests to send are there from the beginning; of those that have ended only three counts are kept (Simulation.stream).
 """
 
 from __future__ import annotations
@@ -36,18 +37,29 @@ def main() -> None:
         tree["pools"][name]["count"] = max(1, given.workers // share)
     topology = parse_topology(tree)
     requests = Load(trace, topology.slo_classes).sent(trace.mean_rate_rps * given.factor, count)
-    before_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    before_mib = resident_mib()
     began = time.process_time()
     simulation = Simulation(topology, requests, SimSettings(keep_tokens=False, timeout_s=600))
-    report = simulation.run()
+    classes = {c.name: c for c in topology.slo_classes}
+    tokens = in_class = 0
+    marks_mib = []
+    for ended, outcome in enumerate(simulation.stream(), start=1):  # nothing is kept of them
+        tokens += outcome.output_tokens
+        in_class += outcome.meets(classes[outcome.slo_class])
+        if ended in (count // 4, count // 2, 3 * count // 4, count):
+            marks_mib.append(resident_mib())
     seconds = time.process_time() - began
-    tokens = sum(o.output_tokens for o in report.outcomes)
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
-        f"{given.mode}, {given.workers} workers, {count:,} requests, {tokens:,} output tokens, {report.end_s:,.0f} s simulated: "
-        f"{seconds:.1f} s of CPU, {count / seconds:,.0f} requests/s, {simulation.num_events:,} events; "
-        f"peak memory {peak_mib:,.0f} MiB ({before_mib:,.0f} before), in class {report.attainment(topology.slo_classes):.1%}"
+        f"{given.mode}, {given.workers} workers, {count:,} requests, {tokens:,} output tokens, "
+        f"{simulation.report().end_s:,.0f} s simulated: {seconds:.1f} s of CPU, {count / seconds:,.0f} requests/s, "
+        f"{simulation.num_events:,} events, in class {in_class / count:.1%}; resident memory {before_mib:,.0f} MiB before, "
+        f"{', '.join(f'{mib:,.0f}' for mib in marks_mib)} after each quarter"
     )
+
+
+def resident_mib() -> float:
+    """Of this process, now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / (1 << 20)
 
 
 if __name__ == "__main__":

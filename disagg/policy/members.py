@@ -68,10 +68,10 @@ class Members:
         """A worker's latest state. Unknown is fine."""
         book = self.books.get(name)
         if book is not None:
-            before, sizes = book.fit.num_steps, _sizes(book.state)
-            book.report(state, now_s, self._tpot_s)
-            if _sizes(state) != sizes:
+            before = book.fit.num_steps
+            if self._largest is not None and _sizes(book.state) != _sizes(state):
                 self._largest = None
+            book.report(state, now_s, self._tpot_s)
             if before < EARLY_STEPS and before.bit_length() < book.fit.num_steps.bit_length():
                 self._refreshed_s = -math.inf  # the first steps say most
             if state.cache_changes:

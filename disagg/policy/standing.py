@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from disagg.policy.outline import Outline
-from disagg.policy.worker_book import WorkerBook
+from disagg.policy.worker_book import WorkerBook, sketches
 
 SHORTLIST = 8  # so many of the least busy, and of the least full, workers are weighed
 
@@ -33,6 +33,10 @@ class Standing:
         """What is known of it without effort."""
         return self._look(w, self.now_s)
 
+    def _outlines(self, books: Sequence[WorkerBook]) -> list[Outline]:
+        """What is known of all of them."""
+        return sketches(books, self.now_s) if self._look is WorkerBook.sketch else [w.outline(self.now_s) for w in books]
+
     def wait_s(self, w: WorkerBook) -> float:
         """Until a further prompt would start on it."""
         if w.prefilling or w.is_idle:
@@ -57,6 +61,6 @@ class Standing:
     def least_full(self) -> Iterator[WorkerBook]:
         """Sinks, those first whose requests get their tokens quickest."""
         if self._by_full is None:
-            keys = {w: self.look(w).gap_s for w in self.sinks}
-            self._by_full = sorted(self.sinks, key=keys.__getitem__)
+            gaps_s = [o.gap_s for o in self._outlines(self.sinks)]
+            self._by_full = [self.sinks[i] for i in sorted(range(len(gaps_s)), key=gaps_s.__getitem__)]
         return iter(self._by_full)

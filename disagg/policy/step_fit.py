@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 from disagg.policy.step_cost import GENERIC, StepCost
 from disagg.types import StepRecord
@@ -24,6 +25,7 @@ SWEEPS = 8
 MAX_RATIO = 20.0  # one step further off than this says no more than this
 _MIN_RATIO = 1.0 / MAX_RATIO
 _N = 6
+_KEEP = 1.0 - FORGET
 _PAIRS = [(i, j) for i in range(_N) for j in range(i, _N)]
 
 
@@ -36,11 +38,29 @@ class _Memory:
         self.gram = [0.0] * len(_PAIRS)
         self.right = [0.0] * _N
 
-    def add(self, row: list[float], weight: float) -> None:
-        keep = 1.0 - FORGET
+    def add(self, row: Sequence[float], weight: float) -> None:
+        """One step; nothing of it is 0 by its kind."""
         products = [x * y for x, y in itertools.combinations_with_replacement(row, 2)]  # in the order of _PAIRS
-        self.gram = [keep * g + weight * product for g, product in zip(self.gram, products, strict=True)]
-        self.right = [keep * b + weight * x for b, x in zip(self.right, row, strict=True)]
+        self.gram = [_KEEP * g + weight * product for g, product in zip(self.gram, products, strict=True)]
+        self.right = [_KEEP * b + weight * x for b, x in zip(self.right, row, strict=True)]
+
+    def add_decodes(self, row: Sequence[float], weight: float) -> None:
+        """A step without prompts, of which there are ten times as many: written out, and without the products of what is 0."""
+        base, over, _, _, decode, context = row
+        g, r, w = self.gram, self.right, weight
+        g[0] = _KEEP * g[0] + w * (base * base)
+        g[4] = _KEEP * g[4] + w * (base * decode)
+        g[5] = _KEEP * g[5] + w * (base * context)
+        g[18] = _KEEP * g[18] + w * (decode * decode)
+        g[19] = _KEEP * g[19] + w * (decode * context)
+        g[20] = _KEEP * g[20] + w * (context * context)
+        r[0], r[4], r[5] = _KEEP * r[0] + w * base, _KEEP * r[4] + w * decode, _KEEP * r[5] + w * context
+        if over or g[6]:  # batches above the ridge
+            g[1] = _KEEP * g[1] + w * (base * over)
+            g[6] = _KEEP * g[6] + w * (over * over)
+            g[9] = _KEEP * g[9] + w * (over * decode)
+            g[10] = _KEEP * g[10] + w * (over * context)
+            r[1] = _KEEP * r[1] + w * over
 
 
 class StepFit:
@@ -81,8 +101,16 @@ class StepFit:
         """As learned so far; worked out when it is asked for."""
         if self._cost is None:
             factor = math.exp(self._factor_log)
-            base, over, token, pair, decode, context = [v * s * factor for v, s in zip(self._values, self._scales, strict=True)]
-            self._cost = StepCost(base, over, token, pair, decode, context, self._ridge_tokens)
+            v, s = self._values, self._scales  # written out, as all that is done for each step
+            self._cost = StepCost(
+                v[0] * s[0] * factor,
+                v[1] * s[1] * factor,
+                v[2] * s[2] * factor,
+                v[3] * s[3] * factor,
+                v[4] * s[4] * factor,
+                v[5] * s[5] * factor,
+                self._ridge_tokens,
+            )
         return self._cost
 
     @property
@@ -101,14 +129,14 @@ class StepFit:
         self.num_steps = count = self.num_steps + 1
         over = prompt + decodes - self._ridge_tokens
         base, beyond, token, pair, decode, context = self._scales
-        row = [
+        row = (
             base,
             over * beyond if over > 0.0 else 0.0,
             prompt * token,
             step.prefill_pairs * pair,
             decodes * decode,
             step.context_tokens * context,
-        ]
+        )
         fitted_s = _dot(row, self._values)
         ratio = seconds / (fitted_s if fitted_s > 1e-9 else 1e-9)
         surprise = math.log(MAX_RATIO if ratio > MAX_RATIO else ratio if ratio > _MIN_RATIO else _MIN_RATIO) - self._factor_log
@@ -119,7 +147,11 @@ class StepFit:
             self._mean_row = [m + (x - m) * FAST for m, x in zip(self._mean_row, row, strict=True)]
             # A step far from the worker's present speed is a hiccup or a change; only the factor follows at once.
             weight = 1.0 if abs(surprise) < 0.5 or count < 8 else 0.25
-            self._memories[prompt > 0].add([x / seconds for x in row], weight)
+            relative = [x / seconds for x in row]
+            if prompt:
+                self._memories[1].add(relative, weight)
+            else:
+                self._memories[0].add_decodes(relative, weight)
             if count <= 8 or count % (8 if count <= EARLY_STEPS else 64) == 0:
                 self._solve()
         self._cost = self._pace_s = None
@@ -144,7 +176,7 @@ class StepFit:
             self._factor_log += math.log(before_s / after_s)
 
 
-def _dot(a: list[float], b: list[float]) -> float:
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
     return a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3] + a[4] * b[4] + a[5] * b[5]
 
 

@@ -115,9 +115,11 @@ class WorkerBook:
         ours = self.accounts.prefills + self.accounts.decodes
         self._foreign = max(0, state.running_requests + state.waiting_requests - ours)
         self._age = self._age or _REPORTED
-        steps = [step for step in state.steps if step.number > self._last_step]
-        if not steps:
+        steps = state.steps
+        if not steps or steps[-1].number <= self._last_step:
             return
+        if steps[0].number <= self._last_step:
+            steps = tuple([step for step in steps if step.number > self._last_step])
         self._last_step = steps[-1].number
         self.heard_s = now_s
         for step in steps:
@@ -344,3 +346,11 @@ class WorkerBook:
         if not self.prefilling or (self.tail_steps <= 1 and len(self.prefilling) == 1):
             return 0
         return self.tail_room
+
+
+def sketches(books: Sequence[WorkerBook], now_s: float) -> list[Outline]:
+    """`sketch` of each: of hundreds, for each request, so that a call for each would take longer than all the rest of it."""
+    return [
+        w._outline if w._age != _TOUCHED and now_s - w._outline.at_s <= SKETCH_S else w.outline(now_s)
+        for w in books
+    ]  # fmt: skip

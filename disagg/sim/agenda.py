@@ -61,6 +61,11 @@ class Agenda:
         if until_s is not None:
             self.now_s = max(self.now_s, until_s)
 
+    @property
+    def next_s(self) -> float | None:
+        """When the next thing happens; None: nothing is left."""
+        return self._heap[0][0] if self._heap else None
+
     def assert_empty(self) -> None:
         """Nothing is left to happen."""
         assert not any(not isinstance(a, Appointment) or a.action for _, _, a in self._heap), f"{len(self._heap)} appointments are left"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import operator
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from disagg.trace import TraceRequest
 from disagg.types import Request, Sampling
 
 _OBJECTS = 50_000  # made until Python looks for cycles among them
+_SLICE_S = 1.0  # simulated seconds between two looks at who has ended
 _PROGRESS_S = 1.0  # how often the dispatcher hears how long the answers have become
 
 
@@ -53,7 +55,7 @@ class _Open:
 
 
 class Simulation:
-    """One run: build it, `run()` it once."""
+    """One run: build it, then once `run()` it, or take the outcomes from `stream()` as they come."""
 
     def __init__(
         self,
@@ -85,7 +87,9 @@ class Simulation:
         self._open: dict[int, _Open] = {}
         self._deadlines: deque[tuple[float, int]] = deque()  # the first of them has an appointment
         self._num_waiting = 0  # of them, without a route
-        self._outcomes: list[Outcome] = []
+        self._num_sent = 0
+        self._ended: list[Outcome] = []  # and not given out yet
+        self._end_s = 0.0  # of the last one that did
         self._events: list[tuple[float, str, int, str]] | None = [] if keep_events else None
         self._is_deciding = False
         self._wake: Appointment | None = None
@@ -104,7 +108,7 @@ class Simulation:
             self.fleet = SimFleet(self._agenda, self.workers, self._dispatcher, fleet, self._is_over)
 
     def _is_over(self) -> bool:
-        return len(self._outcomes) == len(self._requests) and not self._open
+        return self._num_sent == len(self._requests) and not self._open
 
     @property
     def num_events(self) -> int:
@@ -112,23 +116,34 @@ class Simulation:
         return self._agenda.done
 
     def run(self) -> SimReport:
-        """Send the whole trace and wait until every request has ended."""
+        """Send the whole trace and wait until every request has ended. Outcomes are in the order of the trace."""
+        outcomes = sorted(self.stream(), key=operator.attrgetter("index"))
+        return self.report(outcomes)
+
+    def stream(self) -> Iterator[Outcome]:
+        """The same; each outcome soon after its request has ended, in that order.
+
+        Nothing of them is kept here: memory is that of what is in flight, however long the trace.
+        """
         self._plan_arrival(0)
         with _rare_collections():
-            self._agenda.run()
+            while (next_s := self._agenda.next_s) is not None:
+                self._agenda.run(next_s + _SLICE_S)
+                ended, self._ended = self._ended, []
+                yield from ended
         self._assert_empty()
-        end_s = max((o.end_s or 0.0 for o in self._outcomes), default=0.0)
+
+    def report(self, outcomes: Sequence[Outcome] = ()) -> SimReport:
+        """What the workers did, with those of the outcomes that the caller has kept."""
+        span_s = self._end_s - (self._requests[0].arrival_s if self._requests else 0.0)
         return SimReport(
-            outcomes=tuple(self._outcomes),
+            outcomes=tuple(outcomes),
             workers=tuple(_worker_report(w) for w in self.workers.values()),
-            end_s=end_s,
-            mean_in_flight=self._in_flight_area / span if (span := self._span_s(end_s)) > 0 else 0.0,
+            end_s=self._end_s,
+            mean_in_flight=self._in_flight_area / span_s if span_s > 0 else 0.0,
             moved_bytes=self._links.moved_bytes,
             events=tuple(self._events or ()),
         )
-
-    def _span_s(self, end_s: float) -> float:
-        return end_s - min((o.sent_s for o in self._outcomes), default=0.0)
 
     def _assert_empty(self) -> None:
         assert not self._open, f"{len(self._open)} requests never ended"
@@ -155,7 +170,7 @@ class Simulation:
             hint = nearest(slo_class, self._classes)
             raise ConfigError(key=f"request {index}: slo_class", value=slo_class, expected=f"a class of the topology: {hint}")
         outcome = Outcome(index, request, slo_class, self._agenda.now_s)
-        self._outcomes.append(outcome)
+        self._num_sent += 1
         self._count(+1)
         self._agenda.call_after(self.settings.network_s, lambda: self._received(outcome))
         self._plan_arrival(index + 1)
@@ -353,7 +368,8 @@ class Simulation:
             else:
                 self.fleet.dropped(outcome.request)
         outcome.error, outcome.message = error, message
-        outcome.end_s = self._agenda.now_s + self.settings.network_s
+        outcome.end_s = self._end_s = self._agenda.now_s + self.settings.network_s
+        self._ended.append(outcome)
         self._note(status, outcome)
         self._agenda.call_after(self.settings.network_s, lambda: self._count(-1))
 

@@ -100,16 +100,19 @@ class _Run:
 
     def steps_done(self, at_s: float) -> int:
         """Whole steps that are over at `at_s`."""
-        if self.growth_s > 0:
-            a, b = self.growth_s / 2, self.first_s - self.growth_s / 2
-            guess = int((math.sqrt(b * b + 4 * a * max(0.0, at_s - self.start_s)) - b) / (2 * a))
+        start_s, first_s, growth_s, steps = self.start_s, self.first_s, self.growth_s, self.steps
+        if growth_s > 0:
+            passed_s = at_s - start_s
+            a, b = growth_s / 2, first_s - growth_s / 2
+            guess = int((math.sqrt(b * b + 4 * a * passed_s) - b) / (2 * a)) if passed_s > 0.0 else 0
         else:
-            guess = int((at_s - self.start_s) / self.first_s) if self.first_s > 0 else self.steps
-        while guess > 0 and self.end_s(guess) > at_s:
+            guess = int((at_s - start_s) / first_s) if first_s > 0 else steps
+        # Rounding may have it one step off. Written out what end_s() is: this is where a report spends its time.
+        while guess > 0 and start_s + guess * first_s + growth_s * (guess * (guess - 1) / 2) > at_s:
             guess -= 1
-        while guess < self.steps and self.end_s(guess + 1) <= at_s:
+        while guess < steps and start_s + (guess + 1) * first_s + growth_s * ((guess + 1) * guess / 2) <= at_s:
             guess += 1
-        return min(guess, self.steps)
+        return guess if guess < steps else steps
 
 
 class SimEngine:
@@ -142,6 +145,7 @@ class SimEngine:
             block_tokens=settings.block_tokens,
             prefixes=self.prefixes,
         )
+        self._capacity_tokens = self.scheduler.capacity_tokens
         self._agenda = agenda
         self._time_factor = 1.0 / settings.speed if settings.speed else 0.0
         if settings.speed == 0:
@@ -187,15 +191,16 @@ class SimEngine:
 
         `outbox`, `inbox`: its worker's boxes, (free bytes, total bytes).
         """
-        scheduler = self.scheduler
+        scheduler, run = self.scheduler, self._run
         queued = sum([max(0, s.num_tokens - s.num_ready) for s in scheduler.waiting]) if scheduler.waiting else 0
         running = taken = 0
         steps = self._steps_after(told_steps) if self.num_steps > told_steps else ()
-        if self._run is not None:  # nobody's prompt is under way
-            done = self._run.steps_done(self._agenda.now_s)
-            taken = self._blocks_of_run(min(self._run.steps, done + 1))
-            if self.num_steps + done > told_steps and done:  # the run's latest step says what the others would
-                steps += (self._run.record(done - 1, self.num_steps + done),)
+        if run is not None:  # nobody's prompt is under way
+            done = run.steps_done(self._agenda.now_s)
+            taken = self._blocks_of_run(done + 1 if done < run.steps else done)
+            if done and self.num_steps + done > told_steps:  # the run's latest step says what the others would
+                last = run.record(done - 1, self.num_steps + done)
+                steps = (*steps, last) if steps else (last,)
         elif scheduler.running:
             running = sum([left for s in scheduler.running if (left := s.num_tokens - s.num_computed) > 1])
         return EngineState(
@@ -204,7 +209,7 @@ class SimEngine:
             waiting_tokens=queued + running,
             running_requests=len(scheduler.running),
             free_kv_tokens=(scheduler.free_blocks - taken) * scheduler.block_tokens,
-            total_kv_tokens=scheduler.capacity_tokens,
+            total_kv_tokens=self._capacity_tokens,
             step_s=self._step_s,
             outbox_free_bytes=outbox[0],
             outbox_total_bytes=outbox[1],
@@ -216,7 +221,7 @@ class SimEngine:
             mixed_step_tokens=scheduler.mixed_step_tokens,
             steps=steps,
             cache_block_tokens=self.prefixes.unit_blocks * scheduler.block_tokens if self.prefixes is not None else 0,
-            cache_changes=self._changes(told_changes),
+            cache_changes=self._changes(told_changes) if self.prefixes is not None else (),
         )
 
     def _steps_after(self, told: int) -> tuple[StepRecord, ...]:

@@ -13,6 +13,7 @@ from disagg.plan.scaler import Forecast, Scaler, ScalerSettings
 from disagg.policy.fleet import FleetObservation, Move
 from disagg.sim.cluster import Simulation
 from disagg.sim.fleet import FleetSettings
+from disagg.sim.outcome import Outcome
 from disagg.sim.settings import SimSettings
 from disagg.types import Role
 from tests.sim_rig import EagerDispatcher, poisson, sim_topology
@@ -117,14 +118,15 @@ class Script:
         return [self.moves[now_s]] if now_s in self.moves else []
 
 
-def run(script: Script) -> Simulation:
+def run(script: Script) -> tuple[Simulation, Sequence[Outcome]]:
     topology = sim_topology("disagg", prefill=2, decode=2)
     fleet = FleetSettings(script, move_s=0.5)
     simulation = Simulation(
         topology, poisson(4.0, 200, 1000, 80), SimSettings(), dispatcher=EagerDispatcher(), keep_events=True, fleet=fleet
     )
-    assert all(o.is_whole for o in simulation.run().outcomes)
-    return simulation
+    outcomes = simulation.run().outcomes
+    assert all(o.is_whole for o in outcomes)
+    return simulation, outcomes
 
 
 def test_a_worker_changes_its_role_and_no_request_notices() -> None:
@@ -132,7 +134,7 @@ def test_a_worker_changes_its_role_and_no_request_notices() -> None:
     script = Script(
         {10.0: Move(Role.DECODE, Role.PREFILL, "try"), 30.0: Move(Role.PREFILL, None, "park"), 40.0: Move(None, Role.DECODE, "back")}
     )
-    simulation = run(script)
+    simulation, outcomes = run(script)
     assert simulation.fleet is not None
     assert [round(at_s) for at_s, _, _ in simulation.fleet.moves] == [10, 30, 40]
     shapes = [(o.prefill, o.decode, o.spare) for o in script.seen]
@@ -141,7 +143,7 @@ def test_a_worker_changes_its_role_and_no_request_notices() -> None:
     assert (2, 1, 1) in shapes
     assert shapes[-1] == (2, 2, 0)
     moved = next(name for _, name, _ in simulation.fleet.moves)
-    after = [o for o in simulation._outcomes if o.prefill_worker == moved]
+    after = [o for o in outcomes if o.prefill_worker == moved]
     assert after
     assert min(o.sent_s for o in after) > 10.0
     assert script.seen[-1].waiting_tokens == 0
@@ -150,11 +152,11 @@ def test_a_worker_changes_its_role_and_no_request_notices() -> None:
 
 def test_the_last_worker_of_a_pool_stays_whatever_is_asked() -> None:
     script = Script({float(s): Move(Role.DECODE, Role.PREFILL, "all of them") for s in range(5, 40, 5)})
-    simulation = run(script)
+    simulation, _ = run(script)
     assert simulation.fleet is not None
     assert len(simulation.fleet.moves) == 1
 
 
 def test_same_seed_same_moves() -> None:
     runs = [run(Script({10.0: Move(Role.DECODE, Role.PREFILL, "try")})) for _ in range(2)]
-    assert runs[0]._events == runs[1]._events
+    assert runs[0][0]._events == runs[1][0]._events

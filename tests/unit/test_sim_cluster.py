@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from disagg.engine.simulated_timing import step_model
 from disagg.errors import ConfigError
 from disagg.sim.cluster import Simulation, SlowDown
-from disagg.sim.outcome import SimReport
+from disagg.sim.outcome import Outcome, SimReport
 from disagg.sim.settings import SimSettings
 from disagg.trace import TraceRequest
 from disagg.types import Role
@@ -121,6 +122,19 @@ def test_same_input_same_events() -> None:
     assert len(first.events) > 800
     other = simulation(topology, trace[:-1], SimSettings(prefix_block_tokens=512), keep_events=True).run()
     assert other.events != first.events
+
+
+def test_a_stream_gives_the_same_outcomes_and_keeps_none() -> None:
+    topology, trace = sim_topology("disagg", prefill=2, decode=2), poisson(8.0, 400, 500, 20)
+    kept = simulation(topology, trace).run().outcomes
+    ended, most_alive = [], 0
+    for outcome in simulation(topology, trace, SimSettings(network_s=0.0, link_latency_s=0.0, timeout_s=1e6, keep_tokens=False)).stream():
+        ended.append((outcome.index, outcome.first_token_s, outcome.end_s))
+        if len(ended) % 100 == 0:
+            gc.collect()
+            most_alive = max(most_alive, sum(isinstance(o, Outcome) for o in gc.get_objects()) - len(kept))
+    assert sorted(ended) == [(o.index, o.first_token_s, o.end_s) for o in kept]
+    assert most_alive < 100
 
 
 def test_the_first_token_does_not_wait_for_the_transfer() -> None:
