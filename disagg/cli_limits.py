@@ -46,6 +46,7 @@ def limits(
     plot: Path | None = typer.Option(None, "--plot", help="Also draw time per token and tokens/s over the batch size into this file."),
 ) -> None:
     """Show what fits, how quick a token can be, which batch keeps a TPOT, what prefill and KV transfer cost. Runs nothing."""
+    from disagg.errors import ConfigError
     from disagg.perf.limits import BATCHES, find_limits
     from disagg.perf.limits_text import limits_json, limits_text
     from disagg.perf.links import USUAL_LINKS, find_link
@@ -54,6 +55,10 @@ def limits(
     device = _device(gpu)
     shape, weights_dtype = _shape(model, dtype, weights_gb)
     cache_dtype = find_dtype(kv_dtype, "--kv-dtype")
+    if cache_dtype == "int4":
+        raise ConfigError(key="--kv-dtype", value=kv_dtype, expected="bf16, fp8 or int8")
+    if tpot_ms is not None and not tpot_ms > 0:
+        raise ConfigError(key="--tpot-ms", value=tpot_ms, expected="a number above 0")
     sizes = _sizes(shape, weights_dtype, cache_dtype, tp, weights_gb, kv_mib_per_token)
     page = find_limits(
         device,
@@ -100,10 +105,13 @@ def _shape(model: str | None, dtype: str | None, weights_gb: float | None) -> tu
 
 def find_model(model: str) -> tuple[ModelShape, Dtype]:
     """Shape and weights' type of a bundled name, a config.json, or a folder with one. Raises ConfigError."""
+    from disagg.errors import ConfigError
     from disagg.perf.model_config import read_config
     from disagg.perf.shapes import find_shape
 
     path = Path(model).expanduser()
+    if not path.exists() and (path.suffix == ".json" or path.is_absolute() or model.startswith((".", "~"))):
+        raise ConfigError(key="MODEL", value=model, expected="a bundled model, a config.json or a folder with one: nothing is there")
     return read_config(path) if path.exists() else (find_shape(model), "fp8" if "fp8" in model.lower() else "bf16")
 
 

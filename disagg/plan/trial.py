@@ -22,7 +22,7 @@ from disagg.slo import Summary, summarise
 
 Mapped = Callable[..., Iterable[Any]]  # `map`, or one that shares the calls out among processes
 WARM_UP = 0.35  # of the requests, at the beginning
-_STEPS_UP = ((0.99, 1.4), (0.95, 1.15), (0.0, 1.1))  # (share at least, factor) from a rate that holds to the next one
+_STEPS_UP = ((1.0, 1.8), (0.99, 1.4), (0.95, 1.15), (0.0, 1.08))  # (share at least, factor) from a rate that holds to the next one
 _COLLAPSED = 0.5
 _MOST_RUNS = 16  # for one plan's goodput
 _BUSY = 0.9  # share of its time from which on a pool is the limit
@@ -151,7 +151,8 @@ def _next_rps(low: Figures | None, high: Figures | None, level: float, tolerance
         return max(high.rate_rps / 3, min(high.rate_rps / (1 + tolerance) ** failed, served_rps))
     if below_rps <= low.rate_rps * (1 + 1e-9):
         return None
-    if high.attainment < _COLLAPSED or failed > 1:  # without admission what it serves late says nothing
+    # Without admission what it serves late says nothing; and of what one more run can settle it takes the middle.
+    if high.attainment < _COLLAPSED or failed > 1 or high.rate_rps <= low.rate_rps * (1 + tolerance) ** 2:
         served_rps = math.sqrt(low.rate_rps * high.rate_rps)
     return max(low.rate_rps * (1 + tolerance), min(below_rps, served_rps))
 
