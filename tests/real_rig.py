@@ -10,8 +10,8 @@ import asyncio
 import os
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from disagg.client import AsyncClient
+from disagg.client_types import Answer
 from disagg.config import Topology, parse_topology
 from disagg.engine.vllm_args import CPU_MEMORY_SHARE, IN_PROCESS, engine_environment
 from disagg.front.gateway import Gateway
+from disagg.kv.carrier import Carrier, SlowCarrier
 from disagg.kv.carriers.grpc import GrpcCarrier
 from disagg.serving.start import start_worker
 from disagg.serving.worker_rpc_server import WorkerServer
@@ -63,27 +65,51 @@ class Servers:
     client: AsyncClient
     vllm: httpx.AsyncClient
 
+    @contextmanager
+    def over(self, carrier: str, delay_s: float = 0.0) -> Iterator[None]:
+        """KV moves by this carrier only, slowed by `delay_s`."""
+        inbox = self.decode.worker.inbox
+        before = inbox._carriers
+        chosen: Carrier = before[carrier]
+        inbox._carriers = {carrier: SlowCarrier(chosen, delay_s) if delay_s else chosen}
+        pulled = inbox.counters.frames
+        try:
+            yield
+        finally:
+            inbox._carriers = before
+        assert inbox.counters.frames > pulled
+
+    async def right(self, prompt: list[int], max_tokens: int) -> list[tuple[int, float]]:
+        """Token ids and logprobs of vLLM's own greedy answer."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 1, "return_token_ids": True}
+        response = await self.vllm.post("/v1/completions", json={"model": MODEL, **body})
+        assert response.status_code == 200, response.text
+        choice = response.json()["choices"][0]
+        return list(zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True))
+
+    async def ask(self, prompt: list[int], max_tokens: int, **options: Any) -> Answer:
+        """Our greedy answer, by gRPC."""
+        return await self.client.generate(
+            prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout_s=CALL_TIMEOUT_S, **options
+        )
+
     async def assert_empty(self) -> None:
-        await assert_at_rest(self.gateway, self.prefill, self.decode, REST_TIMEOUT_S)
-
-
-async def assert_at_rest(gateway: Gateway, prefill: WorkerServer, decode: WorkerServer, timeout_s: float) -> None:
-    """Gateway, boxes and engines come to rest with nothing left."""
-    await asyncio.wait_for(gateway.coordinator.settle(), timeout_s)
-    deadline_s = time.monotonic() + timeout_s
-    engines = [server.worker.engine for server in (prefill, decode)]
-    while time.monotonic() < deadline_s:
-        states = [engine.state() for engine in engines]
-        if all(s.free_kv_tokens == s.total_kv_tokens and not s.running_requests and not s.waiting_requests for s in states):
-            break
-        await asyncio.sleep(0.05)
-    for engine in engines:
-        state = engine.state()
-        assert state.free_kv_tokens == state.total_kv_tokens, state
-        assert state.running_requests == state.waiting_requests == 0, state
-    gateway.coordinator.assert_empty()
-    prefill.worker.assert_empty()
-    decode.worker.assert_empty()
+        """Gateway, boxes and engines come to rest with nothing left."""
+        await asyncio.wait_for(self.gateway.coordinator.settle(), REST_TIMEOUT_S)
+        deadline_s = time.monotonic() + REST_TIMEOUT_S
+        engines = [server.worker.engine for server in (self.prefill, self.decode)]
+        while time.monotonic() < deadline_s:
+            states = [engine.state() for engine in engines]
+            if all(s.free_kv_tokens == s.total_kv_tokens and not s.running_requests and not s.waiting_requests for s in states):
+                break
+            await asyncio.sleep(0.05)
+        for engine in engines:
+            state = engine.state()
+            assert state.free_kv_tokens == state.total_kv_tokens, state
+            assert state.running_requests == state.waiting_requests == 0, state
+        self.gateway.coordinator.assert_empty()
+        self.prefill.worker.assert_empty()
+        self.decode.worker.assert_empty()
 
 
 def topology() -> Topology:

@@ -1,4 +1,4 @@
-"""Engines that files of tests may share."""
+"""Engines that files of tests share: those that `SHARES_ENGINES` in tests/conftest.py names, so that one process runs them all."""
 
 from __future__ import annotations
 
