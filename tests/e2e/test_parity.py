@@ -224,12 +224,24 @@ async def test_wrong_alike(servers: Servers, row: str) -> None:
         assert caught.value.expected
 
 
-@pytest.mark.parametrize("grammar", ["root ::= ", "root ::= unknown", "("])
+@pytest.mark.parametrize("grammar", ["root ::= unknown", "("])
 async def test_a_grammar_that_does_not_compile_is_the_clients_error(servers: Servers, grammar: str) -> None:
     """vLLM's own server answers some of these with 500: it finds out in the engine."""
     response = await servers.ours.post(COMPLETIONS, json=ask(structured_outputs={"grammar": grammar}))
     assert response.status_code == 400, response.text
     assert "grammar" in response.json()["error"]["message"]
+
+
+async def test_forms_that_only_another_backend_takes(servers: Servers) -> None:
+    """Whatever an engine was asked before: xgrammar, to which most forms go, heeds no multiples and takes no empty rule."""
+    number = {"type": "integer", "minimum": 1000, "maximum": 9999, "multipleOf": 7}
+    said = []
+    for form in ({"json": number}, {"grammar": "root ::= "}):
+        response = await servers.ours.post(COMPLETIONS, json=ask(structured_outputs=form))
+        assert response.status_code == 200, response.text
+        said.append(response.json()["choices"][0]["text"])
+    assert int(said[0]) % 7 == 0
+    assert said[1] == ""
 
 
 async def test_stop_strings(servers: Servers) -> None:
