@@ -4,8 +4,9 @@
 
 Reads from DIR, which is not part of this repository:
 
-- measured_*.csv, as AIConfigurator publishes them: closed loops of fixed lengths on one engine (columns system, model_path, backend,
-  precision, isl, osl, concurrency, tp_size, silicon_ttft_ms, silicon_tpot_ms, all means). The simulator runs the same loop. The tables do
+- measured_*.csv, as AIConfigurator publishes them: closed loops of fixed lengths on one engine (columns system, model_path, precision,
+  isl, osl, concurrency, tp_size, silicon_ttft_ms, silicon_tpot_ms, all means; other names of theirs: COLUMNS). What any row names of a GPU,
+  a model or a type is found by its usual spellings; a row that cannot be simulated is left out, with the reason. The tables do
   not say how the client was set up: 10 requests for each client, lengths within 20 % (fixed ones would keep requests in lockstep, which
   the measured TTFTs rule out), prompts in steps of 8,192 tokens (vLLM's own choice on large GPUs), KV in fp8 where the weights are
   (several rows would not fit otherwise).
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -38,6 +40,17 @@ from disagg.sim.closed_loop import Served, closed_loop, open_loop
 REQUESTS_PER_CLIENT = 10
 SPREAD = 0.2
 OVERHEAD_S = 0.010
+COLUMNS = {  # what a column is called here: what tables call it
+    "system": ("system", "gpu", "device"),
+    "model_path": ("model_path", "model"),
+    "precision": ("precision", "gemm_quant_mode", "dtype"),
+    "isl": ("isl", "input_tokens", "input_len"),
+    "osl": ("osl", "output_tokens", "output_len"),
+    "concurrency": ("concurrency", "clients"),
+    "tp_size": ("tp_size", "tp"),
+    "silicon_ttft_ms": ("silicon_ttft_ms", "ttft_ms", "mean_ttft_ms"),
+    "silicon_tpot_ms": ("silicon_tpot_ms", "tpot_ms", "mean_tpot_ms"),
+}
 CLOSED_STEP_TOKENS = 8192
 
 
@@ -57,28 +70,52 @@ class Compared:
 
 def closed_rows(path: Path) -> Iterable[Compared]:
     """Two figures for each row of a table that can be simulated; a row that cannot is said on standard error."""
-    with path.open() as file:
-        for row in csv.DictReader(file):
-            case = f"{row['model_path']} {row['precision']} {row['system']} tp{float(row['tp_size']):.0f} "
-            case += f"{row['isl']}/{row['osl']} x{float(row['concurrency']):.0f}"
-            try:
-                served = simulate_closed(row)
-            except (ConfigError, AssertionError) as error:
-                print(f"left out: {case}: {error}", file=sys.stderr)
-                continue
-            yield Compared(case, "ttft", float(row["silicon_ttft_ms"]), 1e3 * statistics.mean(s.ttft_s for s in served))
-            yield Compared(case, "tpot", float(row["silicon_tpot_ms"]), 1e3 * statistics.mean(_tpots(served)))
+    for row in table_rows(path):
+        case = f"{row['model_path']} {row['precision']} {row['system']} tp{row['tp_size'].removesuffix('.0')} "
+        case += f"{row['isl']}/{row['osl']} x{row['concurrency'].removesuffix('.0')}"
+        try:
+            ttft_ms, tpot_ms = (above_zero(row, key) for key in ("silicon_ttft_ms", "silicon_tpot_ms"))
+            served = simulate_closed(row)
+        except (ConfigError, AssertionError) as error:
+            print(f"left out: {case}: {error}", file=sys.stderr)
+            continue
+        yield Compared(case, "ttft", ttft_ms, 1e3 * statistics.mean(s.ttft_s for s in served))
+        yield Compared(case, "tpot", tpot_ms, 1e3 * statistics.mean(_tpots(served)))
+
+
+def table_rows(path: Path) -> Iterable[dict[str, str]]:
+    """Rows of a table with the columns' names as here. Raises ConfigError where one is missing."""
+    with path.open(newline="") as file:
+        table = csv.DictReader(file)
+        given = [name.strip() for name in table.fieldnames or ()]
+        table.fieldnames = given
+        named = {ours: next((name for name in theirs if name in given), None) for ours, theirs in COLUMNS.items()}
+        if missing := [f"{ours} (or {', '.join(COLUMNS[ours][1:])})" for ours, name in named.items() if name is None]:
+            raise ConfigError(key=f"{path.name}: columns", value=", ".join(given), expected=f"also {'; '.join(missing)}")
+        for row in table:
+            yield {**row, **{ours: (row[name] or "").strip() for ours, name in named.items() if name is not None}}
+
+
+def above_zero(row: dict[str, str], key: str) -> float:
+    """Raises ConfigError for anything but a number above 0."""
+    try:
+        value = float(row[key])
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ConfigError(key=key, value=row[key], expected="a number above 0")
+    return value
 
 
 def simulate_closed(row: dict[str, str]) -> list[Served]:
     if float(row.get("pp_size") or 1) != 1:
         raise ConfigError(key="pp_size", value=row["pp_size"], expected="1: pipeline parallelism is not modelled")
-    clients, inputs, outputs = round(float(row["concurrency"])), int(row["isl"]), int(row["osl"])
+    clients, inputs, outputs, tp = (round(above_zero(row, key)) for key in ("concurrency", "isl", "osl", "tp_size"))
     dtype = find_dtype(row["precision"].split("_")[0], "precision")
     settings = SimulatedSettings(
         gpu=find_device(row["system"].replace("_", " ")).name,
         shape=find_shape(row["model_path"]).name,
-        tp=round(float(row["tp_size"])),
+        tp=tp,
         dtype=dtype,
         kv_dtype="fp8" if dtype == "fp8" else "bf16",
         max_num_batched_tokens=CLOSED_STEP_TOKENS,
@@ -142,14 +179,23 @@ def main() -> int:
     args = parser.parse_args()
     rows: list[Compared] = []
     verdicts: list[dict[str, Any]] = []
-    for path in sorted(args.tables.glob("measured_*.csv")):
-        found = list(closed_rows(path))
+    tables = sorted(args.tables.glob("measured_*.csv"))
+    for path in tables:
+        try:
+            found = list(closed_rows(path))
+        except ConfigError as error:
+            parser.error(str(error))
         rows += found
         verdicts += judge(path.stem, found, CLOSED_BOUNDS)
     for path in sorted(args.tables.glob("vllm_requests/*_requests.csv")):
-        found = list(open_rows(path, args.step_tokens, args.max_seqs))
+        try:
+            found = list(open_rows(path, args.step_tokens, args.max_seqs))
+        except ConfigError as error:
+            parser.error(f"{path.name}: {error}")
         rows += found
         verdicts += judge(path.stem, found, OPEN_BOUNDS)
+    if not rows and tables:
+        parser.error(f"no row of {', '.join(path.name for path in tables)} could be simulated; what stands above says why")
     if not rows:
         parser.error(f"{args.tables} has neither measured_*.csv nor vllm_requests/*_requests.csv")
     if args.json:

@@ -82,3 +82,21 @@ def test_a_folder_without_tables_is_said(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("sys.argv", ["perf_check", "--tables", str(tmp_path)])
     with pytest.raises(SystemExit):
         perf_check.main()
+
+
+def test_columns_by_other_names_are_read_and_missing_ones_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {
+        "gpu": "NVIDIA H100 80GB HBM3", "model": "Llama-3.1-8B-Instruct", "dtype": "float16", "input_len": "64", "output_len": "8",
+        "clients": "2", "tp": "1", "mean_ttft_ms": "", "mean_tpot_ms": "9",
+    }  # fmt: skip
+    write(tmp_path / "measured_named.csv", [row, {**row, "mean_ttft_ms": "30"}])
+    _, found, err = check(tmp_path, monkeypatch, capsys)
+    assert [r["measured_ms"] for r in found["rows"]] == [30, 9]
+    assert "left out" in err
+    assert "silicon_ttft_ms: got '', expected a number above 0" in err
+    write(tmp_path / "measured_named.csv", [{k: v for k, v in row.items() if k != "tp"}])
+    with pytest.raises(SystemExit):
+        perf_check.main()
+    assert "expected also tp_size (or tp)" in capsys.readouterr().err
