@@ -28,7 +28,7 @@ from disagg.policy.decision import Candidate, Prediction
 from disagg.policy.hand_over import HandOver
 from disagg.policy.outline import Outline
 from disagg.policy.standing import SHORTLIST, Standing
-from disagg.policy.targets import Spread, Targets, late_regret, regret
+from disagg.policy.targets import EASE, KNEE, Spread, Targets, late_regret, regret
 from disagg.policy.worker_book import WorkerBook
 from disagg.types import Mode, Role
 
@@ -137,7 +137,11 @@ def weigh_first(w: WorkerBook, ask: Ask, standing: Standing, extra_s: float = 0.
     if w.prefilling and ask.queue_price:
         # Its next free second is one that somebody else waits for; an idle worker's is lost when nobody takes it. What a step that is
         # there already would save is left out: whoever comes next saves it too, and for its sake the first of a queue would wait on and on.
-        work_s = o.overhead_s + o.cost.prefill_s(tokens, cached, o.chunk_tokens, o.decodes, o.context_tokens)
+        work_s = o.overhead_s
+        if passing is None and not w.shares_a_step:
+            work_s += core_s
+        else:
+            work_s += o.cost.prefill_s(tokens, cached, o.chunk_tokens, o.decodes, o.context_tokens)
         cost += ask.queue_price * max(work_s, o.feed_s)
     if w.role is Role.DECODE:
         cost += ROLE_BIAS
@@ -156,7 +160,11 @@ def _stall_cost(w: WorkerBook, o: Outline, stall_s: float, steps: int) -> float:
     cost = 0.0
     for target_s, count in w.accounts.groups.items():
         if after_s > gap_s:
-            cost += count * (regret(after_s / target_s, NEIGHBOURS_EASE) - regret(gap_s / target_s, NEIGHBOURS_EASE))
+            share = after_s / target_s
+            if share <= KNEE:  # what regret() gives there, written out: it is so nearly always
+                cost += count * (NEIGHBOURS_EASE * share - NEIGHBOURS_EASE * (gap_s / target_s))
+            else:
+                cost += count * (regret(share, NEIGHBOURS_EASE) - regret(gap_s / target_s, NEIGHBOURS_EASE))
         if mixed_s > target_s:
             cost += count * LATE_WEIGHT * steps * (mixed_s / target_s - 1.0)
     return cost
@@ -179,7 +187,11 @@ def weigh_second(w: WorkerBook, ask: Ask, standing: Standing, ready_s: float = 0
     cost = regret(tpot_s / ask.targets.tpot_scale_s)
     if tpot_s != o.gap_s:
         for other_s, count in w.accounts.groups.items():
-            cost += count * (regret(tpot_s / other_s) - regret(o.gap_s / other_s))
+            share = tpot_s / other_s
+            if share <= KNEE:
+                cost += count * (EASE * share - EASE * (o.gap_s / other_s))
+            else:
+                cost += count * (regret(share) - regret(o.gap_s / other_s))
     if o.late_per_s > 0.0:
         cost += LATE_WEIGHT * o.late_per_s * ask.output_tokens * tpot_s
     if w.role is Role.PREFILL:
@@ -258,10 +270,11 @@ class Router:
         """Both legs on one worker, for each that is among the best for either."""
         pairs = []
         for w in dict.fromkeys([leg.worker for leg in firsts.values()] + [leg.worker for leg in seconds.values()]):
-            if not has_kv_room(w, ask, standing):
+            second = seconds.get(w.name)
+            if not (second is not None and ask.moves_kv) and not has_kv_room(w, ask, standing):  # `seconds` have room
                 continue
             first = firsts.get(w.name) or weigh_first(w, ask, standing, extra_s.get(w.name, 0.0))
-            second = seconds.get(w.name) or weigh_second(w, ask, standing)
+            second = second or weigh_second(w, ask, standing)
             pairs.append(Pair(first, second, first.cost + second.cost, 0.0))
         return pairs
 

@@ -300,6 +300,11 @@ class WorkerBook:
             return rest_s
         return rest_s + shared * (cost.over_s + cost.token_s + cost.pair_s * (cached + shared / 2))
 
+    @property
+    def shares_a_step(self) -> bool:
+        """Whether a further prompt would begin in the last step of those that are here."""
+        return self._shared_room() > 0
+
     def passing_s(self, tokens: int, now_s: float) -> tuple[float, float] | None:
         """Wait and prefill seconds of a short prompt that shares the steps of a long one which is here; None where it would not."""
         if not self.pass_tokens or not self.prefilling or self._long_step_s <= 0.0:
