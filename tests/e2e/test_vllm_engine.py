@@ -1,4 +1,4 @@
-"""Engine `vllm` with three real engines in this process: prefill, decode and, for the right answers, colocated.
+"""Engine `vllm` with two real engines of this process, prefill and decode. The right answers are what the prefill engine says alone.
 
 Boxes and loopback carrier are the real ones; every test ends with engines, outbox and inbox as empty as at the start.
 """
@@ -44,6 +44,7 @@ BLOCK_TOKENS = 32
 WIDTH = 2 if QUICK_ARGS["dtype"] == "bfloat16" else 4
 GREEDY = Sampling(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=2)
 ARGS: dict[str, Any] = {**QUICK_ARGS, "max_num_batched_tokens": CHUNK_TOKENS, "max_model_len": CONTEXT_TOKENS, "max_num_seqs": 16}
+COLOCATED = "colocated"  # salt of the right answers
 WAIT_S = 60.0
 
 
@@ -53,7 +54,6 @@ class Cluster:
 
     prefill: VllmEngine
     decode: VllmEngine
-    colocated: VllmEngine
     outbox: Outbox
     inbox: Inbox
     address: KvAddress
@@ -81,17 +81,17 @@ class Cluster:
         return [prefilled.first, *tokens], finish
 
     async def expected(self, request: Request) -> tuple[list[Token], FinishReason | None]:
-        """The colocated answer."""
-        return await drain(self.colocated.generate(request))
+        """The colocated answer, from one engine: with a salt of its own it takes nothing that was cached for the other answer."""
+        return await drain(self.prefill.generate(replace(request, cache_salt=COLOCATED)))
 
     async def assert_empty(self) -> None:
         """Engines, ledgers and boxes come to rest with nothing left."""
         deadline = asyncio.get_running_loop().time() + WAIT_S
         while asyncio.get_running_loop().time() < deadline:
-            if all(is_at_rest(engine) for engine in (self.prefill, self.decode, self.colocated)):
+            if all(is_at_rest(engine) for engine in (self.prefill, self.decode)):
                 break
             await asyncio.sleep(0.02)
-        for engine in (self.prefill, self.decode, self.colocated):
+        for engine in (self.prefill, self.decode):
             assert is_at_rest(engine), (engine.name, engine.state(), engine._ledger)
         self.outbox.assert_empty()
         self.inbox.assert_empty()
@@ -131,15 +131,15 @@ async def cluster(quick_model: Path) -> AsyncIterator[Cluster]:
     mixed = {**large, "mixed_step_tokens": MIXED_STEP_TOKENS}  # of no account to a worker that only prefills
     started: list[VllmEngine] = []
     try:
-        for name, args, core in (("prefill", mixed, 0), ("decode", small, 1), ("colocated", large, 0)):
+        for name, args, core in (("prefill", mixed, 0), ("decode", small, 1)):
             started.append(await start_vllm_engine(str(quick_model), args, boxes[0 if name == "prefill" else 2], boxes[1], name, [core]))
-        prefill, decode, colocated = started
-        assert prefill.layout == decode.layout == colocated.layout
+        prefill, decode = started
+        assert prefill.layout == decode.layout
         carrier = LoopbackCarrier()
         outbox = Outbox(boxes[0], prefill.layout, "epoch-p")
         inbox = Inbox(boxes[1], decode.layout, {"loopback": carrier}, "host")
         address = KvAddress("prefill", "epoch-p", "host", (("loopback", await carrier.serve(outbox)),))
-        yield Cluster(prefill, decode, colocated, outbox, inbox, address)
+        yield Cluster(prefill, decode, outbox, inbox, address)
         await inbox.close()
         outbox.close()
     finally:
@@ -194,9 +194,10 @@ async def test_cold_answers_equal_colocated_ones_to_the_last_digit(cluster: Clus
 @pytest.mark.parametrize("shared", [31, 32, 100, 512])
 async def test_a_cached_prefix_on_any_side(cluster: Cluster, where: str, shared: int) -> None:
     prefix = fresh_prompt(shared)
-    for engine in (cluster.prefill, cluster.decode, cluster.colocated):
-        if engine is cluster.colocated or where in (engine.name, "both"):
+    for engine in (cluster.prefill, cluster.decode):
+        if where in (engine.name, "both"):
             await drain(engine.generate(request_of(prefix, max_tokens=1)))
+    await cluster.expected(request_of(prefix, max_tokens=1))
     request = request_of(prefix + fresh_prompt(150))
     got, _ = await cluster.answer(request)
     want, _ = await cluster.expected(request)
@@ -391,8 +392,8 @@ async def test_the_hand_over_of_a_long_prompt_is_hidden(cluster: Cluster) -> Non
 
 
 async def test_steps_are_reported_as_they_were(cluster: Cluster) -> None:
-    await drain(cluster.colocated.generate(request_of(fresh_prompt(CHUNK_TOKENS + 100), max_tokens=4)))
-    steps = cluster.colocated.state().steps[-5:]
+    await cluster.expected(request_of(fresh_prompt(CHUNK_TOKENS + 100), max_tokens=4))
+    steps = cluster.prefill.state().steps[-5:]
     chunks = [(CHUNK_TOKENS, CHUNK_TOKENS * (CHUNK_TOKENS + 1) / 2), (100, 100 * (CHUNK_TOKENS + 101 / 2))]
     work = [(s.prefill_tokens, s.prefill_pairs, s.decode_requests, s.context_tokens) for s in steps]
     decodes = [(0, 0.0, 1, CHUNK_TOKENS + 100 + n) for n in (1, 2, 3)]
@@ -514,9 +515,9 @@ async def test_a_load_from_outside_the_inbox_fails_its_request_alone(cluster: Cl
 
 
 async def test_closed_generate(cluster: Cluster) -> None:
-    chunks = cluster.colocated.generate(request_of(fresh_prompt(600), max_tokens=200))
+    chunks = cluster.prefill.generate(request_of(fresh_prompt(600), max_tokens=200))
     await anext(chunks)  # type: ignore[call-overload]
-    busy = cluster.colocated.state()
+    busy = cluster.prefill.state()
     assert (busy.running_requests, busy.waiting_requests) == (1, 0)
     assert busy.free_kv_tokens <= busy.total_kv_tokens - 600
     await chunks.aclose()
@@ -545,7 +546,7 @@ async def test_wrong_requests_are_refused_by_name(cluster: Cluster, field: str, 
     assert refused.value.field == field
     cluster.outbox.release(transfer.transfer_id)
     with pytest.raises(InvalidRequestError) as refused:
-        await drain(cluster.colocated.generate(request))
+        await cluster.expected(request)
     assert refused.value.field == field
 
 
