@@ -10,7 +10,7 @@ what does not hold just above the best one's goodput is simulated once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from disagg.errors import ConfigError
@@ -27,6 +27,7 @@ MOST_MOVES = 3  # from a winner to a better neighbour
 SHOWN = 5
 TOLERANCE = 0.04  # of a goodput
 CLEAR = 0.05  # by so much a goodput must be higher, for a plan to be called better: the noise of a search is about half of it
+SO_FAR = "so far: "  # begins what `say` hears as a result, not as a sign of life
 Say = Callable[[str], None]
 
 
@@ -71,6 +72,7 @@ def make_plan(question: Question, say: Say = lambda text: None, *, with_flips: b
     if found[0].estimate_rps == 0:
         raise ConfigError(_nothing_keeps(question, screen, found), key="slo", expected="targets that an idle cluster keeps")
     say(f"{len(found)} plans screened; simulating the best of each kind")
+    question = replace(question, span_s=question.requests / screen.likely_rps(found[0].candidate, found[0].estimate_rps))
     kinds = [[s for s in found if s.candidate.mode is mode] for mode in (Mode.COLOCATED, Mode.DISAGG)]
     # Another process cannot be heard meanwhile.
     first, second = mapped(partial(raced, say=say) if mapped is map else raced, [question] * 2, kinds)
@@ -84,6 +86,7 @@ def make_plan(question: Question, say: Say = lambda text: None, *, with_flips: b
         trials.append(trial)
         two_pools = best_of([two_pools, trial])
     chosen, verdict = judge(two_pools, colocated)
+    say(f"{SO_FAR}{verdict}")
     if chosen.goodput_rps == 0:
         raise ConfigError(_nothing_holds(question, trials), key="slo", expected="targets or GPUs with more room")
     ordered = _ordered(trials, [t for t in (two_pools, colocated) if t is not None])
@@ -141,7 +144,7 @@ class _Race:
         self._screen = screen
         self._runner = trials
         self._say = say
-        self._bias = 1.0  # simulated over estimated goodput, of the last plan: where the next search begins
+        self._bias: float | None = None  # simulated over estimated goodput, of the last plan: where the next search begins
 
     def run(self, ranked: Sequence[Screened]) -> Trial | None:
         """The best of one kind: the finalists, then whatever beats them one step away."""
@@ -149,11 +152,10 @@ class _Race:
         if not finalists:
             return None
         best: Trial | None = None
-        self._bias = 1.0
         for each in finalists:
             if best is not None and not self._may_win(each.candidate, best):
                 continue
-            trial = self.try_out(each.candidate, (each.estimate_rps or 1.0) * self._bias, best)
+            trial = self.try_out(each.candidate, self._start_rps(each), best)
             if each.estimate_rps and trial.goodput_rps:
                 self._bias = trial.goodput_rps / each.estimate_rps
             best = trial if best is None else best_of([best, trial])
@@ -166,6 +168,14 @@ class _Race:
             if best is before:
                 break
         return best
+
+    def _start_rps(self, each: Screened) -> float:
+        """Where to look first."""
+        if not each.estimate_rps:
+            return 1.0
+        if self._bias is None:
+            return self._screen.likely_rps(each.candidate, each.estimate_rps)
+        return each.estimate_rps * self._bias
 
     def _may_win(self, candidate: Candidate, rival: Trial) -> bool:
         """Whether its workers' time allows more than the rival's goodput at all, in a run that serves on after it has sent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -35,7 +36,8 @@ class Question:
 
     `degrees`: tensor-parallel degrees to choose from; none: all that the heads divide by, up to the GPUs of a host. `level`: share of
     requests that must be inside their class. `price`: of one GPU-hour, `decode_price` of one of `decode_device`. `requests`: that a
-    simulation sends at most. `profile`: measured step times, cache and bytes of a worker on `device`, in the roofline's place;
+    simulation sends at most, about the expected goodput; `span_s`: for so long each sends then at most, whatever its rate, for a shorter
+    one finds the cluster emptier. `profile`: measured step times, cache and bytes of a worker on `device`, in the roofline's place;
     `profile_ref`: its file.
     """
 
@@ -55,6 +57,7 @@ class Question:
     decode_price: float | None = None
     gpus_per_host: int = 8
     requests: int = 1500
+    span_s: float = math.inf
     profile: Profile | None = None
     profile_ref: str = ""
 
@@ -84,7 +87,9 @@ class Question:
         s = self.load.sample
         pace_s = np.minimum(s.tpot_s, _SLOW_TOKEN_S) * _USUAL_PACE
         settled_s = _SETTLED * float(np.mean(s.outputs * pace_s))
-        return int(min(self.requests, max(LEAST_REQUESTS, rate_rps * settled_s)))
+        if math.isinf(self.span_s):
+            return int(min(self.requests, max(LEAST_REQUESTS, rate_rps * settled_s)))
+        return int(max(min(LEAST_REQUESTS, self.requests), rate_rps * min(settled_s, self.span_s)))
 
     def overhang(self, rate_rps: float) -> float:
         """By how much longer a simulation at that rate serves than it sends, at most: 1.2 is a fifth."""

@@ -31,6 +31,7 @@ FULL = 0.98  # share of its time that a queueing formula still describes
 _ROUND_TRIPS_S = 3e-3  # client, gateway, worker and back; and the wait for the step under way counts in addition
 _FILLED_STEP = 2048  # prompts that wait are computed together up to so many tokens
 _SLACK = 1.1  # that prompts in steps longer than a filled one may save
+_MOST_HOPE = 1.5  # times the formulas' goodput
 _SQRT2 = math.sqrt(2)
 
 
@@ -135,6 +136,10 @@ class Screen:
         if candidate.mode is Mode.ADAPTIVE:  # any worker may do either
             return _SLACK * (p.count + d.count) / self._cheapest(prompts + tokens)
         return _SLACK * min(p.count / self._cheapest(prompts), d.count / max(1e-9, self._cheapest(tokens)))
+
+    def likely_rps(self, candidate: Candidate, estimate_rps: float) -> float:
+        """Where to look first for a goodput that the formulas put at `estimate_rps`, rather low: half way to what no scheduler can pass."""
+        return min(math.sqrt(estimate_rps * max(estimate_rps, self.most_rps(candidate))), _MOST_HOPE * estimate_rps)
 
     def _cheapest(self, seconds: Numbers) -> float:
         """Mean over all requests of what the wanted share of them costs at least."""

@@ -95,7 +95,8 @@ class _Sizing:
             return gpus
         trials = Trials(question)
         self._say(f"simulating {first[0].candidate.name}")
-        carried = trials.goodput(first[0].candidate, first[0].estimate_rps, tolerance=0.1).goodput_rps
+        likely_rps = Screen(question).likely_rps(first[0].candidate, first[0].estimate_rps)
+        carried = trials.goodput(first[0].candidate, likely_rps, tolerance=0.1).goodput_rps
         self._runs += trials.num_runs
         return max(step, math.ceil(cell * self._rate_rps / carried / step) * step) if carried else gpus
 

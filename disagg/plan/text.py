@@ -215,7 +215,9 @@ def _flips(plan: Plan) -> str:
 def _notes(plan: Plan) -> str:
     best = plan.chosen.best
     notes = [f"note: {note}" for note in plan.question.load.trace.notes]
-    notes.append(f"{plan.screened} plans screened, {plan.runs} simulations of {LEAST_REQUESTS} to {plan.question.requests:,} requests")
+    notes.append(
+        f"{plan.screened} plans screened, {plan.runs} simulations of {LEAST_REQUESTS} to about {plan.question.requests:,} requests"
+    )
     if best is not None and best.span_s < _SHORT * best.e2e_s:
         notes.append(
             f"note: a simulation at the goodput sends for {best.span_s:.1f} s, answers take {best.e2e_s:.1f} s: the cluster has hardly "
