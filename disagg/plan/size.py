@@ -23,6 +23,7 @@ from disagg.types import Mode
 MOST_GPUS = 1 << 16
 CELL_GPUS = 16  # of one kind of plan; what needs more is cut into cells
 _TRIES = 4
+_UNTROUBLED = 0.97  # share in class from which on a run says little of how much more there could be
 Say = Callable[[str], None]
 
 
@@ -93,12 +94,26 @@ class _Sizing:
         first = self._ranked(question)[:1]
         if not first:
             return gpus
-        trials = Trials(question)
         self._say(f"simulating {first[0].candidate.name}")
-        likely_rps = Screen(question).likely_rps(first[0].candidate, first[0].estimate_rps)
-        carried = trials.goodput(first[0].candidate, likely_rps, tolerance=0.1).goodput_rps
-        self._runs += trials.num_runs
+        carried = self._carried(question, first[0])
         return max(step, math.ceil(cell * self._rate_rps / carried / step) * step) if carried else gpus
+
+    def _carried(self, question: Question, plan: Screened) -> float:
+        """About the rate that a plan carries: what it serves in class where it has some trouble, over the share that must be.
+
+        Near enough to begin the walk at: that settles it.
+        """
+        rate_rps = Screen(question).likely_rps(plan.candidate, plan.estimate_rps)
+        trials = Trials(question)
+        carried = 0.0
+        for _ in range(_TRIES):
+            served = trials.at(plan.candidate, rate_rps).attainment
+            self._runs += 1
+            carried = rate_rps * served / question.level
+            if served < _UNTROUBLED:
+                break
+            rate_rps *= 1.4
+        return carried
 
     def _walk(self, gpus: int, step: int, least: int, rate_rps: float) -> Size | None:
         """Down while it holds, up until it does."""
