@@ -36,9 +36,9 @@ BACK_WITHIN_S = 180.0
 
 @pytest.fixture(scope="module")
 def deployment(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """Its decode worker compiles the model, which takes a core a minute; two layers have all that six have."""
+    """Its prefill worker, which is restarted once, compiles the model: that takes a core a minute. Two layers have all that six have."""
     model = first_layers(smollm2, tmp_path_factory.mktemp("models") / "two-layers", layers="2")
-    overrides = {"gateway.port": 0, "gateway.http_port": None, "model": str(model), "pools.decode.args.enforce_eager": False}
+    overrides = {"gateway.port": 0, "gateway.http_port": None, "model": str(model), "pools.prefill.args.enforce_eager": False}
     topology = load_topology(FILE, overrides)
     with RaySession.start([topology]) as session:
         mark = session.mark or ""
