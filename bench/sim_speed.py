@@ -4,7 +4,7 @@
     python -m bench.sim_speed --traces DIR --workers 256 --factor 10 --hours 10    as many workers as fit ten times the rate
 
 `--hours`: the trace is sent so many times, one after the other; `--factor` divides its arrivals. Seconds are of this process's CPU.
-Memory: the requests to send are there from the beginning; of those that have ended only three counts are kept (Simulation.stream).
+Memory: the requests to send are there from the beginning; of those that have ended only sums are kept (Simulation.stream).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def plan(
     attainment: float = typer.Option(0.9, "--attainment", help="Share of requests that must be inside their class."),
     price: float | None = typer.Option(None, "--price", min=0, help="Of one GPU-hour."),
     decode_price: float | None = typer.Option(None, "--decode-price", min=0, help="Of one hour of a --decode-gpu; default: --price."),
-    gpus_per_host: int = typer.Option(8, "--gpus-per-host", min=1, help="A worker does not span hosts."),
+    gpus_per_host: int = typer.Option(8, "--gpus-per-host", min=1, max=256, help="A worker does not span hosts."),
     requests: int = typer.Option(1500, "--requests", min=100, help="That a simulation sends at most; large clusters need more to fill."),
     jobs: int | None = typer.Option(
         None, "--jobs", min=1, help="Processes that simulate; default: as many as cores are usable, one for clusters of less than 8 GPUs."

@@ -23,6 +23,7 @@ from disagg.plan.load import Load
 
 DEGREES = (1, 2, 4, 8, 16)
 BLOCK_TOKENS = 16
+MOST_GPUS = 512  # of one question: a simulation of more takes minutes, and would need many thousand requests to fill
 LEAST_REQUESTS = 400  # of a simulation
 _SETTLED = 2.5  # mean answers that a simulation lasts
 _SLOW_TOKEN_S = 0.1  # where no target is given
@@ -180,6 +181,9 @@ def check(question: Question) -> None:
     """Raises ConfigError for what no plan could do: no GPUs, weights that do not fit, targets below the physical limits."""
     if question.gpus < 1:
         raise ConfigError(key="gpus", value=question.gpus, expected="at least 1")
+    if question.gpus > MOST_GPUS:
+        expected = f"at most {MOST_GPUS}: plan a larger cluster as equal cells, each with its part of the rate, or ask how many with --rate"
+        raise ConfigError(key="gpus", value=question.gpus, expected=expected)
     if not 0 < question.level <= 1:
         raise ConfigError(key="attainment", value=question.level, expected="a share above 0, at most 1")
     widest = [(device, max(question.usable_degrees(device))) for device in question.devices]

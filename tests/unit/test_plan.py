@@ -129,6 +129,7 @@ def test_a_plan_asks_for_no_longer_requests_than_its_smallest_worker_holds(tmp_p
     ("change", "key", "said"),
     [
         ({"gpus": 0}, "gpus", "at least 1"),
+        ({"gpus": 1000}, "gpus", "at most 512"),
         ({"gpus": 1, "degrees": ()}, "gpus", "at least 2 h100 (tp 2)"),
         ({"degrees": (3,)}, "tp", "divide the 64 heads"),
         ({"slo": SloClass(name="fast", ttft_ms=500, tpot_ms=5)}, "fast.tpot_ms", "a step reads 141.1 GB of weights"),
