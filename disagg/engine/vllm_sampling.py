@@ -221,15 +221,17 @@ def prompt_logprobs_of(output: RequestOutput, sampling: Sampling) -> PromptLogpr
 def finish_of(output: CompletionOutput, request: Request, *, is_continued: bool = False) -> FinishReason | None:
     """Why this leg ended, or None while it goes on. Raises EngineError when vLLM gave the request up.
 
-    A form that does not compile shows only in the engine, which then ends the request before its first token: InvalidRequestError.
+    What is wrong with a form may show only in the engine: InvalidRequestError. One that does not compile ends the request before its first
+    token. One that leads nowhere (`root ::= root`) leaves no token to choose; the engine samples one all the same, and the form refuses it.
     """
     if output.finish_reason is None:
         return None
     if output.finish_reason in ("stop", "length"):
         return FinishReason(output.finish_reason)
     structure = request.sampling.structure
-    if structure is not None and output.finish_reason == "error" and not (is_continued or output.token_ids or request.prior_output):
-        expected = "a form that the engine's grammar compiler takes"
+    # Without a token, a request that continues another may have lost its KV.
+    if structure is not None and output.finish_reason == "error" and (output.token_ids or not (is_continued or request.prior_output)):
+        expected = "a form that the engine's grammar compiler takes, and that some text fulfils"
         raise InvalidRequestError(field=f"structured_outputs.{structure.kind}", value=structure.spec, expected=expected)
     raise EngineError(f"vLLM ended request {request.request_id} with {output.finish_reason!r}")
 

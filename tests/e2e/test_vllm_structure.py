@@ -1,4 +1,4 @@
-"""Which of vLLM's grammar backends compiles a form depends on the form alone, not on what an engine was asked before."""
+"""Forms in an engine: which backend compiles one depends on the form alone, and one of no use is the client's error."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ import pytest
 pytest.importorskip("vllm")
 
 from transformers import AutoTokenizer
+from vllm.outputs import CompletionOutput
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from disagg.engine import vllm_structure
+from disagg.engine.vllm_sampling import finish_of
+from disagg.errors import EngineError, InvalidRequestError
+from disagg.types import Request, Sampling, Structure, StructureKind
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")]
 
@@ -87,3 +91,19 @@ def test_masks_of_another_width_leave_it_to_the_first_backend(manager: Structure
     manager.grammar_init(request)
     assert manager.backend is first
     assert isinstance(request.structured_output_request.grammar, Exception), "xgrammar refuses it, and this request alone fails"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "is_continued", "error"),
+    [
+        ([], False, InvalidRequestError),  # it did not compile
+        ([0], False, InvalidRequestError),  # it refused the first token, ...
+        ([0], True, InvalidRequestError),  # ... or a later one, after another engine's
+        ([], True, EngineError),  # the KV may not have come
+    ],
+)
+def test_whose_fault_it_is_that_a_form_ended_in_an_error(tokens: list[int], is_continued: bool, error: type[Exception]) -> None:
+    request = Request("r", (5, 6), Sampling(structure=Structure(StructureKind.GRAMMAR, "root ::= root")))
+    output = CompletionOutput(0, "", tokens, None, None, finish_reason="error")
+    with pytest.raises(error, match="grammar" if error is InvalidRequestError else "error"):
+        finish_of(output, request, is_continued=is_continued)
