@@ -224,10 +224,11 @@ async def test_wrong_alike(servers: Servers, row: str) -> None:
         assert caught.value.expected
 
 
-@pytest.mark.parametrize("grammar", ["root ::= unknown", "("])
-async def test_a_grammar_that_does_not_compile_is_the_clients_error(servers: Servers, grammar: str) -> None:
-    """vLLM's own server answers some of these with 500: it finds out in the engine."""
-    response = await servers.ours.post(COMPLETIONS, json=ask(structured_outputs={"grammar": grammar}))
+@pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("grammar", ["root ::= unknown", "(", "root ::= root", 'root ::= "yes" more\nmore ::= more'])
+async def test_a_grammar_of_no_use_is_the_clients_error(servers: Servers, grammar: str, sampling: dict[str, Any]) -> None:
+    """One that does not compile, or that nothing fulfils. vLLM alone answers some of these with 500: it finds out in the engine."""
+    response = await servers.ours.post(COMPLETIONS, json=ask(structured_outputs={"grammar": grammar}, **sampling))
     assert response.status_code == 400, response.text
     assert "grammar" in response.json()["error"]["message"]
 
