@@ -115,8 +115,8 @@ def check_request(settings: SimulatedSettings, request: Request, max_context_tok
 def profiled_topology(topology: Topology, path: str | Path) -> Topology:
     """`topology` for a simulation with the step times of a profile: each pool's engine arguments as the simulated engine's settings.
 
-    Of a real engine's arguments those count that shape a step: max_num_batched_tokens, max_num_seqs, long_prefill_token_threshold and
-    max_model_len. Raises ConfigError for a profile of another model.
+    Of a real engine's arguments those count that shape a step: max_num_batched_tokens, mixed_step_tokens, max_num_seqs,
+    long_prefill_token_threshold and max_model_len. Raises ConfigError for a profile of another model.
     """
     profile, absolute = load_profile(path), str(Path(path).expanduser().resolve())
     is_real = topology.engine.kind == "vllm"
@@ -134,6 +134,7 @@ def profiled_topology(topology: Topology, path: str | Path) -> Topology:
 
 _ARGUMENTS = {
     "max_num_batched_tokens": "max_num_batched_tokens",
+    "mixed_step_tokens": "mixed_step_tokens",
     "max_num_seqs": "max_num_seqs",
     "max_model_len": "max_model_len",
     "long_prefill_token_threshold": "long_prefill_tokens",

@@ -51,7 +51,11 @@ async def profile_worker(
     async with contextlib.AsyncExitStack() as undo:
         say("the engine starts" if len(cores) == 1 else f"{len(cores)} engines start")
         starting = [undo.enter_async_context(_worker(topology, model, own, f"profile-{i}", len(cores))) for i, own in enumerate(cores)]
-        workers = await asyncio.gather(*starting)
+        workers = []
+        for started in await asyncio.gather(*starting, return_exceptions=True):  # all of them, so that `undo` knows each that is up
+            if isinstance(started, BaseException):
+                raise started
+            workers.append(started)
         engine = workers[0].engine
         info = _info(measured, engine)
         state = engine.state()
