@@ -43,8 +43,8 @@ def check_names(args: Mapping[str, Any]) -> None:
     known = {f.name for f in dataclasses.fields(AsyncEngineArgs)} | {MIXED_STEP_TOKENS}
     for name, value in args.items():
         key = f"engine.args.{name}"
-        if name == MIXED_STEP_TOKENS:
-            check_mixed_step_tokens(value, args.get("max_num_batched_tokens"))
+        if name == MIXED_STEP_TOKENS and value is not None and not (type(value) is int and value > 0):
+            raise ConfigError(key=key, value=value, expected="a positive number of tokens")
         if name in OURS:
             raise ConfigError(f"{key} is set by {OURS[name]}", key=key, value=value, expected="no value")
         if name not in known:
@@ -52,15 +52,6 @@ def check_names(args: Mapping[str, Any]) -> None:
             raise ConfigError(f"{key}: vLLM has no such argument; {hint}", key=key, value=value, expected=hint)
         if name in UNSUPPORTED and value not in (None, 1):
             raise ConfigError(f"{key}: KV hand-over does not support {value}; use {UNSUPPORTED[name]}", key=key, value=value, expected="1")
-
-
-def check_mixed_step_tokens(value: Any, step_tokens: Any) -> None:
-    """Raise ConfigError unless it is a number of tokens that fits a step."""
-    most = step_tokens if isinstance(step_tokens, int) else None
-    if value is None or (type(value) is int and 1 <= value <= (most or value)):
-        return
-    expected = "a positive number of tokens" + (f", at most max_num_batched_tokens ({most})" if most else "")
-    raise ConfigError(key=f"engine.args.{MIXED_STEP_TOKENS}", value=value, expected=expected)
 
 
 def engine_args(model: str, args: Mapping[str, Any]) -> AsyncEngineArgs:
