@@ -132,7 +132,7 @@ def test_a_stream_gives_the_same_outcomes_and_keeps_none() -> None:
         ended.append((outcome.index, outcome.first_token_s, outcome.end_s))
         if len(ended) % 100 == 0:
             gc.collect()
-            most_alive = max(most_alive, sum(isinstance(o, Outcome) for o in gc.get_objects()) - len(kept))
+            most_alive = max(most_alive, sum(type(o) is Outcome for o in gc.get_objects()) - len(kept))
     assert sorted(ended) == [(o.index, o.first_token_s, o.end_s) for o in kept]
     assert most_alive < 100
 
