@@ -51,7 +51,7 @@ if ! "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --
     sed -u -n -E 's/^ *(Downloading|Using cached) ([^ ]+) \((.*[MG]B)\).*/    \1 \2 (\3)/p; s/^(Installing collected packages).*/    \1 (silent for a minute)/p; /^(ERROR|error|WARNING: Retrying)/p'; then
     if grep -q 'torch==[^ ]*+cpu' "$log"; then
         fail "the engine needs PyTorch's CPU build, which pip's index here does not have." \
-            "Pass the one that does (pytorch.org names it for pip and CPU): make setup TORCH_INDEX=URL (pip's own words: $log)"
+            "Pass the one that does (PyTorch's own install page names it for pip and CPU): make setup TORCH_INDEX=URL (pip's own words: $log)"
     fi
     cat >&2 <<EOT
 set-up failed: pip could not install disagg[$extra,dev]; the end of $log:
