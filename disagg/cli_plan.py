@@ -72,7 +72,7 @@ def plan(
     from rich.console import Console
 
     from disagg.errors import ConfigError
-    from disagg.plan.planner import SO_FAR, make_plan
+    from disagg.plan.planner import make_plan
 
     if gpus is None and rate is None:
         raise ConfigError(key="--gpus", value=None, expected="a number of GPUs, or --rate to ask for it")
@@ -96,13 +96,10 @@ def plan(
         if rate is not None:
             question = question.with_load(_at_rate(question.load, rate))
 
-        def say(text: str) -> None:
-            if text.startswith(SO_FAR):
-                console.print(text, soft_wrap=True)
-            else:
-                status.update(text)
+        def tell_verdict(verdict: str) -> None:
+            console.print(f"so far: {verdict}", soft_wrap=True)
 
-        found = make_plan(question, say, with_flips=flips, mapped=mapped)
+        found = make_plan(question, status.update, tell_verdict=tell_verdict, with_flips=flips, mapped=mapped)
     _show(found, as_json, out, model)
 
 

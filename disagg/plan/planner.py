@@ -27,7 +27,6 @@ MOST_MOVES = 3  # from a winner to a better neighbour
 SHOWN = 5
 TOLERANCE = 0.04  # of a goodput
 CLEAR = 0.05  # by so much a goodput must be higher, for a plan to be called better: the noise of a search is about half of it
-SO_FAR = "so far: "  # begins what `say` hears as a result, not as a sign of life
 Say = Callable[[str], None]
 
 
@@ -60,8 +59,17 @@ class Plan:
         return self.disagg.goodput_rps / self.colocated.goodput_rps
 
 
-def make_plan(question: Question, say: Say = lambda text: None, *, with_flips: bool = True, mapped: Mapped = map) -> Plan:
-    """Answer the question. `say` hears what is being done. `mapped`: how simulations that do not depend on each other are run.
+def make_plan(
+    question: Question,
+    say: Say = lambda text: None,
+    *,
+    tell_verdict: Say = lambda text: None,
+    with_flips: bool = True,
+    mapped: Mapped = map,
+) -> Plan:
+    """Answer the question. `say` hears what is being done, `tell_verdict` the verdict, before steps that only add to it.
+
+    `mapped`: how simulations that do not depend on each other are run.
 
     Raises ConfigError for what no plan can do, naming what stands in the way.
     """
@@ -86,7 +94,7 @@ def make_plan(question: Question, say: Say = lambda text: None, *, with_flips: b
         trials.append(trial)
         two_pools = best_of([two_pools, trial])
     chosen, verdict = judge(two_pools, colocated)
-    say(f"{SO_FAR}{verdict}")
+    tell_verdict(verdict)
     if chosen.goodput_rps == 0:
         raise ConfigError(_nothing_holds(question, trials), key="slo", expected="targets or GPUs with more room")
     ordered = _ordered(trials, [t for t in (two_pools, colocated) if t is not None])

@@ -188,7 +188,7 @@ def weigh_second(w: WorkerBook, ask: Ask, standing: Standing, ready_s: float = 0
     if tpot_s != o.gap_s:
         for other_s, count in w.accounts.groups.items():
             share = tpot_s / other_s
-            if share <= KNEE:
+            if share <= KNEE:  # written out, as in _stall_cost
                 cost += count * (EASE * share - EASE * (o.gap_s / other_s))
             else:
                 cost += count * (regret(share) - regret(o.gap_s / other_s))

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from disagg.policy.outline import Outline
-from disagg.policy.worker_book import WorkerBook, sketches
+from disagg.policy.worker_book import WorkerBook, outlines, sketches
 
 SHORTLIST = 8  # so many of the least busy, and of the least full, workers are weighed
 
@@ -18,13 +18,14 @@ class Standing:
     SHORTLIST are all looked at; of more, a sketch of each says at whom to look.
     """
 
-    __slots__ = ("_by_busy", "_by_full", "_look", "levels", "now_s", "sinks", "sources")
+    __slots__ = ("_by_busy", "_by_full", "_look", "_look_at_all", "levels", "now_s", "sinks", "sources")
 
     def __init__(self, sources: Sequence[WorkerBook], sinks: Sequence[WorkerBook], now_s: float) -> None:
         self.sources = sources
         self.sinks = sinks
         self.now_s = now_s
-        self._look = WorkerBook.outline if max(len(sources), len(sinks)) <= SHORTLIST else WorkerBook.sketch
+        are_few = max(len(sources), len(sinks)) <= SHORTLIST
+        self._look, self._look_at_all = (WorkerBook.outline, outlines) if are_few else (WorkerBook.sketch, sketches)
         self.levels: list[tuple[float, float]] | None = None  # kept by policy/outlook.py
         self._by_busy: list[WorkerBook] | None = None
         self._by_full: list[WorkerBook] | None = None
@@ -32,10 +33,6 @@ class Standing:
     def look(self, w: WorkerBook) -> Outline:
         """What is known of it without effort."""
         return self._look(w, self.now_s)
-
-    def _outlines(self, books: Sequence[WorkerBook]) -> list[Outline]:
-        """What is known of all of them."""
-        return sketches(books, self.now_s) if self._look is WorkerBook.sketch else [w.outline(self.now_s) for w in books]
 
     def wait_s(self, w: WorkerBook) -> float:
         """Until a further prompt would start on it."""
@@ -61,6 +58,6 @@ class Standing:
     def least_full(self) -> Iterator[WorkerBook]:
         """Sinks, those first whose requests get their tokens quickest."""
         if self._by_full is None:
-            gaps_s = [o.gap_s for o in self._outlines(self.sinks)]
+            gaps_s = [o.gap_s for o in self._look_at_all(self.sinks, self.now_s)]
             self._by_full = [self.sinks[i] for i in sorted(range(len(gaps_s)), key=gaps_s.__getitem__)]
         return iter(self._by_full)

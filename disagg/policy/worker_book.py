@@ -353,6 +353,11 @@ class WorkerBook:
         return self.tail_room
 
 
+def outlines(books: Sequence[WorkerBook], now_s: float) -> list[Outline]:
+    """`outline` of each."""
+    return [w.outline(now_s) for w in books]
+
+
 def sketches(books: Sequence[WorkerBook], now_s: float) -> list[Outline]:
     """`sketch` of each: of hundreds, for each request, so that a call for each would take longer than all the rest of it."""
     return [

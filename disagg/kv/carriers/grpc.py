@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 SERVICE = "disagg.v1.Kv"
 _METHOD = "Pull"
-PIECE_BYTES = 2 << 20  # a message: gRPC copies it thrice on each side, and the event loop stands still for that
+PIECE_BYTES = 2 << 20  # a message: it is copied twice on its way into gRPC, and the event loop stands still for that
 _LENGTH = struct.Struct("<I")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _MAX_CONNECTIONS = 4096

@@ -4,7 +4,7 @@ gRPC's Python client gives each message as an object of its own, after three cop
 `grpc`. The source's side is gRPC's own server, and any gRPC client can speak to it.
 
     connection   one call at a time; a call that ended well leaves it open for the next one
-    window       until a payload is asked for, the source may send what fits `_FIRST_WINDOW`; from then on `_WINDOW` bytes ahead
+    window       until a payload is asked for, the source may send HTTP/2's own 64 KiB; from then on `_WINDOW` bytes ahead
     reading      never stops for long, so that pings are answered also while a pull waits for room
 
 Response headers are not decoded: what the source has to say of a pull it says in messages (kv/frames.py).
@@ -20,14 +20,13 @@ from typing import cast
 from disagg.errors import TransferCorruptError
 from disagg.kv.frames import MAX_HEADER_BYTES, Ack, Header, pack, unpack
 
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 END_STREAM, ACK, END_HEADERS, PADDED = 0x1, 0x1, 0x4, 0x8
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTING_HEADER_TABLE_SIZE, SETTING_ENABLE_PUSH, SETTING_INITIAL_WINDOW_SIZE, SETTING_MAX_FRAME_SIZE = 1, 2, 4, 5
 FRAME_HEADER_BYTES = 9
 MESSAGE_PREFIX = struct.Struct(">BI")  # of a gRPC message: compressed or not, length
 
-_FIRST_WINDOW = 65_535  # HTTP/2's own
 _WINDOW = 16 << 20
 _WINDOW_STEP = 4 << 20  # so many bytes are given back at once
 _MAX_FRAME_BYTES = 4 << 20
