@@ -26,6 +26,7 @@ FINALISTS = 2  # of each kind
 MOST_MOVES = 3  # from a winner to a better neighbour
 SHOWN = 5
 TOLERANCE = 0.04  # of a goodput
+HOPE = 1.25  # by so much the formulas may hold a plan for less than another, beside what they were off there, and it is simulated
 CLEAR = 0.05  # by so much a goodput must be higher, for a plan to be called better: the noise of a search is about half of it
 Say = Callable[[str], None]
 
@@ -152,7 +153,6 @@ class _Race:
         self._screen = screen
         self._runner = trials
         self._say = say
-        self._bias: float | None = None  # simulated over estimated goodput, of the last plan: where the next search begins
 
     def run(self, ranked: Sequence[Screened]) -> Trial | None:
         """The best of one kind: the finalists, then whatever beats them one step away."""
@@ -161,33 +161,34 @@ class _Race:
             return None
         best: Trial | None = None
         for each in finalists:
-            if best is not None and not self._may_win(each.candidate, best):
-                continue
-            trial = self.try_out(each.candidate, self._start_rps(each), best)
-            if each.estimate_rps and trial.goodput_rps:
-                self._bias = trial.goodput_rps / each.estimate_rps
-            best = trial if best is None else best_of([best, trial])
+            if best is None:
+                best = self.try_out(each.candidate, self._start_rps(each))
+            elif self._may_win(each, best):
+                best = best_of([best, self.try_out(each.candidate, best.goodput_rps or self._start_rps(each), best)])
         assert best is not None
         for _ in range(MOST_MOVES):
             before = best
-            for near in neighbours(self._screen, before.candidate):
-                if self._may_win(near, best):
-                    best = best_of([best, self.try_out(near, best.goodput_rps or 1.0, best)])
+            near = [Screened(c, self._screen.goodput_rps(c)) for c in neighbours(self._screen, before.candidate)]
+            for each in sorted(near, key=lambda s: -s.estimate_rps):
+                if self._may_win(each, best):
+                    best = best_of([best, self.try_out(each.candidate, best.goodput_rps or 1.0, best)])
             if best is before:
                 break
         return best
 
     def _start_rps(self, each: Screened) -> float:
         """Where to look first."""
-        if not each.estimate_rps:
-            return 1.0
-        if self._bias is None:
-            return self._screen.likely_rps(each.candidate, each.estimate_rps)
-        return each.estimate_rps * self._bias
+        return self._screen.likely_rps(each.candidate, each.estimate_rps) if each.estimate_rps else 1.0
 
-    def _may_win(self, candidate: Candidate, rival: Trial) -> bool:
-        """Whether its workers' time allows more than the rival's goodput at all, in a run that serves on after it has sent."""
-        most_rps = self._screen.most_rps(candidate)
+    def _may_win(self, each: Screened, rival: Trial) -> bool:
+        """Whether the formulas, as far as they were off for the rival, leave it a chance, and its workers' time does.
+
+        The latter whatever a scheduler does, in a run that serves on after it has sent.
+        """
+        expected_rps = self._screen.goodput_rps(rival.candidate)
+        if each.estimate_rps * HOPE < expected_rps and rival.goodput_rps:
+            return False
+        most_rps = self._screen.most_rps(each.candidate)
         return most_rps * self._screen.question.overhang(most_rps) > rival.goodput_rps
 
     def try_out(self, candidate: Candidate, start_rps: float, rival: Trial | None = None) -> Trial:

@@ -6,14 +6,18 @@ cluster emptier than it will be and are not counted. The router is not told how 
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import math
+import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from disagg.config import SloClass
 from disagg.plan.candidate import Candidate, topology_of
-from disagg.plan.load import Load
 from disagg.plan.question import Question
 from disagg.sim.cluster import Simulation
 from disagg.sim.outcome import Outcome, SimReport
@@ -24,11 +28,13 @@ Mapped = Callable[..., Iterable[Any]]  # `map`, or one that shares the calls out
 WARM_UP = 0.35  # of the requests, at the beginning
 _STEPS_UP = ((1.0, 1.8), (0.99, 1.4), (0.95, 1.15), (0.0, 1.08))  # (share at least, factor) from a rate that holds to the next one
 _COLLAPSED = 0.5
+_STRAIGHT = 4  # tolerances between two rates, at most, for a line between their shares to tell where it crosses the level
 _MOST_RUNS = 16  # for one plan's goodput
 _BUSY = 0.9  # share of its time from which on a pool is the limit
 TIMEOUT_S = 1800.0
 _FIRST = ("ttft", "refused_ttft")
 _NEXT = ("tpot", "refused_tpot")
+_REFUSED = ("refused_ttft", "refused_tpot", "refused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,7 @@ class Figures:
     `missed`: of the counted requests, how many missed what: `ttft` and `tpot`, `refused_ttft` and `refused_tpot` because they would have,
     `refused` for another reason, `late` (no whole answer). `busy`: share of the time that each pool's workers spent in steps; `batch`:
     requests that got a token in a step, on the mean. `concurrency`: mean requests in the system; `e2e_s`: their mean time in it.
+    `is_cut`: it ended as soon as too many had missed; `counted` are then those sent by that time.
     """
 
     rate_rps: float
@@ -52,6 +59,7 @@ class Figures:
     e2e_s: float
     span_s: float
     preemptions: int
+    is_cut: bool = False
 
     @property
     def output_rps(self) -> float:
@@ -61,9 +69,9 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One simulated plan. `goodput_rps`: the highest rate that was seen to hold; 0: none was found.
+    """One simulated plan. `goodput_rps`: where the share in class falls to the level, by a straight line between two rates; 0: nowhere.
 
-    `best`: its figures there; `beyond`: at the lowest rate that did not hold, which says what limits it. `is_rough`: it
+    `best`: figures at the highest rate that held; `beyond`: at the lowest that did not, which says what limits it. `is_rough`: it
     lost to another plan in one run, and `goodput_rps` is what it served in class there, over the share that must be.
     """
 
@@ -95,19 +103,21 @@ class Trial:
 
 
 class Trials:
-    """Runs of one question; equal runs are made once. `num_runs`: simulations made."""
+    """Runs of one question; equal runs are made once. `num_runs`: simulations made; `num_cut`: of them, ended early."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
         self.num_runs = 0
-        self._kept: dict[tuple[Candidate, int, float], Figures] = {}
+        self.num_cut = 0
+        self._kept: dict[tuple[Candidate, float, bool], Figures] = {}
 
     def goodput(self, candidate: Candidate, start_rps: float, *, tolerance: float = 0.03, rival_rps: float | None = None) -> Trial:
-        """Find the highest rate that the plan holds, to `tolerance`, from `start_rps` on.
+        """Find where the plan's share in class falls to the level, to `tolerance`, from `start_rps` on.
 
         `rival_rps`: of a plan that it has to beat. Where it does not hold just above that, one run is all it gets.
         """
         before = self.num_runs
+        level = self.question.level
         low: Figures | None = None
         high: Figures | None = None
         failed = 0  # in a row
@@ -115,25 +125,34 @@ class Trials:
         for _ in range(_MOST_RUNS):
             if rate_rps is None:
                 break
-            at = self.at(candidate, rate_rps)
-            if at.attainment >= self.question.level:
+            at = self.at(candidate, rate_rps, may_cut=True)
+            if at.attainment >= level:
                 low, failed = at, 0
             else:
                 high, failed = at, failed + 1
                 if rival_rps and low is None:
-                    rough_rps = min(rival_rps, at.rate_rps * at.attainment / self.question.level)
+                    rough_rps = min(rival_rps, at.rate_rps * at.attainment / level)
                     return Trial(candidate, rough_rps, None, at, self.num_runs - before, is_rough=True)
-            rate_rps = _next_rps(low, high, self.question.level, tolerance, failed)
-        return Trial(candidate, low.rate_rps if low else 0.0, low, high, self.num_runs - before)
+            rate_rps = _next_rps(low, high, level, tolerance, failed)
+        return Trial(candidate, _crossing_rps(low, high, level), low, high, self.num_runs - before)
 
-    def at(self, candidate: Candidate, rate_rps: float, load: Load | None = None) -> Figures:
-        """Figures at `rate_rps`; `load`: another one than the question's."""
-        load = load or self.question.load
-        key = (candidate, id(load), rate_rps)
+    def at(self, candidate: Candidate, rate_rps: float, *, may_cut: bool = False) -> Figures:
+        """Figures at `rate_rps`. `may_cut`: where it does not hold, only that and about by how much is wanted."""
+        key = (candidate, rate_rps, may_cut)
         if key not in self._kept:
             self.num_runs += 1
-            self._kept[key] = figures_at(self.question.with_load(load), candidate, rate_rps)
+            self._kept[key] = figures_at(self.question, candidate, rate_rps, may_cut)
+            self.num_cut += self._kept[key].is_cut
         return self._kept[key]
+
+
+def _crossing_rps(low: Figures | None, high: Figures | None, level: float) -> float:
+    """Where a straight line from `low`, which holds, to `high`, which does not, is at the level."""
+    if low is None:
+        return 0.0
+    if high is None:
+        return low.rate_rps
+    return low.rate_rps + (high.rate_rps - low.rate_rps) * (low.attainment - level) / (low.attainment - high.attainment)
 
 
 def _next_rps(low: Figures | None, high: Figures | None, level: float, tolerance: float, failed: int) -> float | None:
@@ -146,19 +165,21 @@ def _next_rps(low: Figures | None, high: Figures | None, level: float, tolerance
         assert low is not None
         return low.rate_rps * next(step for share, step in _STEPS_UP if low.attainment >= share)
     served_rps = high.rate_rps * high.attainment / level
-    below_rps = high.rate_rps / (1 + tolerance)
     if low is None:
         return max(high.rate_rps / 3, min(high.rate_rps / (1 + tolerance) ** failed, served_rps))
-    if below_rps <= low.rate_rps * (1 + 1e-9):
+    # Between rates that are near to each other the share falls nearly straight: a crossing next to one of them is not far off.
+    crossing_rps = _crossing_rps(low, high, level)
+    is_next_to_one = crossing_rps <= low.rate_rps * (1 + tolerance) or crossing_rps * (1 + tolerance) >= high.rate_rps
+    if is_next_to_one and high.rate_rps <= low.rate_rps * (1 + tolerance) ** _STRAIGHT:
         return None
-    # Without admission what it serves late says nothing; and of what one more run can settle it takes the middle.
-    if high.attainment < _COLLAPSED or failed > 1 or high.rate_rps <= low.rate_rps * (1 + tolerance) ** 2:
+    # Without admission what it serves late says nothing.
+    if high.attainment < _COLLAPSED or failed > 1:
         served_rps = math.sqrt(low.rate_rps * high.rate_rps)
-    return max(low.rate_rps * (1 + tolerance), min(below_rps, served_rps))
+    return max(low.rate_rps * (1 + tolerance), min(high.rate_rps / (1 + tolerance), served_rps))
 
 
-def figures_at(question: Question, candidate: Candidate, rate_rps: float) -> Figures:
-    """One simulation."""
+def figures_at(question: Question, candidate: Candidate, rate_rps: float, may_cut: bool = False) -> Figures:
+    """One simulation. `may_cut`: it ends as soon as more have missed than may, for then it does not hold whatever comes."""
     topology = topology_of(question, candidate)
     requests = question.load.sent(rate_rps, question.requests_at(rate_rps))
     degrees = [pool.tp for pool in candidate.pools.values()]
@@ -170,14 +191,30 @@ def figures_at(question: Question, candidate: Candidate, rate_rps: float) -> Fig
         max_tokens=max(r.output_tokens for r in requests),
         keep_tokens=False,
     )
-    return _figures(question, candidate, rate_rps, Simulation(topology, requests, settings).run())
+    first = int(len(requests) * WARM_UP)
+    may_miss = (1 - question.level) * (len(requests) - first) + 1e-9 if may_cut else math.inf
+    miss = partial(_miss, {c.name: c for c in question.load.classes})
+    simulation = Simulation(topology, requests, settings)
+    outcomes: list[Outcome] = []
+    missed: Counter[str] = Counter()
+    sent = len(requests)
+    with contextlib.closing(simulation.stream()) as stream:
+        for outcome in stream:
+            outcomes.append(outcome)
+            if outcome.index >= first:
+                missed[miss(outcome)] += 1
+                if missed.total() - missed[""] > may_miss:
+                    sent = bisect.bisect(requests, outcome.end_s or 0.0, key=lambda r: r.arrival_s)
+                    break
+    outcomes.sort(key=operator.attrgetter("index"))
+    return _figures(candidate, rate_rps, simulation.report(outcomes), first, missed, sent - first)
 
 
-def _figures(question: Question, candidate: Candidate, rate_rps: float, report: SimReport) -> Figures:
-    counted = report.outcomes[int(len(report.outcomes) * WARM_UP) :]
-    by_name = {c.name: c for c in question.load.classes}
-    missed = Counter(_miss(o, by_name[o.slo_class].ttft_s, by_name[o.slo_class].tpot_s) for o in counted)
-    sent_s = report.outcomes[-1].sent_s - report.outcomes[0].sent_s
+def _figures(candidate: Candidate, rate_rps: float, report: SimReport, first: int, missed: Counter[str], counted: int) -> Figures:
+    """`counted` requests, from number `first` on; the others found the cluster emptier."""
+    outcomes = report.outcomes
+    whole = [o for o in outcomes if o.is_whole]
+    settled = [o for o in outcomes if o.index >= first]
     busy_s: dict[str, float] = defaultdict(float)
     decoded: Counter[str] = Counter()
     steps: Counter[str] = Counter()
@@ -185,25 +222,30 @@ def _figures(question: Question, candidate: Candidate, rate_rps: float, report: 
         busy_s[worker.role] += worker.busy_s
         decoded[worker.role] += worker.decode_tokens
         steps[worker.role] += worker.steps
-    whole = [o.end_s - o.sent_s for o in report.outcomes if o.is_whole and o.end_s is not None]
+    refused = sum(missed[what] for what in _REFUSED)
+    # Of a run that was cut some are under way: they do as the other admitted ones. Of a whole run this is the share that was met.
+    admitted = missed.total() - refused
+    admitted_in_class = missed[""] / admitted if admitted else 1.0
     return Figures(
         rate_rps=rate_rps,
-        attainment=missed[""] / len(counted),
-        ttft=summarise([o.ttft_s for o in counted if o.ttft_s is not None]),
-        tpot=summarise([o.tpot_s for o in counted if o.tpot_s is not None]),
+        attainment=(1 - refused / counted) * admitted_in_class,
+        ttft=summarise([o.ttft_s for o in settled if o.ttft_s is not None]),
+        tpot=summarise([o.tpot_s for o in settled if o.tpot_s is not None]),
         missed={what: missed[what] for what in (*_FIRST, *_NEXT, "refused", "late")},
-        counted=len(counted),
+        counted=counted,
         busy={name: min(1.0, busy_s[name] / pool.count / max(report.end_s, 1e-9)) for name, pool in candidate.pools.items()},
         batch={name: decoded[name] / max(1, steps[name]) for name in candidate.pools},
         concurrency=report.mean_in_flight,
-        e2e_s=math.fsum(whole) / len(whole) if whole else 0.0,
-        span_s=sent_s,
+        e2e_s=math.fsum([o.end_s - o.sent_s for o in whole if o.end_s is not None]) / max(1, len(whole)),
+        span_s=outcomes[-1].sent_s - outcomes[0].sent_s,
         preemptions=report.num_preemptions,
+        is_cut=missed.total() < counted,
     )
 
 
-def _miss(o: Outcome, ttft_s: float | None, tpot_s: float | None) -> str:
+def _miss(classes: Mapping[str, SloClass], o: Outcome) -> str:
     """What kept it out of its class; empty: nothing."""
+    ttft_s, tpot_s = classes[o.slo_class].ttft_s, classes[o.slo_class].tpot_s
     if o.status == "rejected":
         said = o.message or ""
         if "first token" in said or "any more" in said:  # policy/admission.py's and policy/dispatch.py's words

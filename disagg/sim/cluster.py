@@ -12,7 +12,7 @@ import gc
 import math
 import operator
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from disagg.config import SloClass, Topology
@@ -120,7 +120,7 @@ class Simulation:
         outcomes = sorted(self.stream(), key=operator.attrgetter("index"))
         return self.report(outcomes)
 
-    def stream(self) -> Iterator[Outcome]:
+    def stream(self) -> Generator[Outcome, None, None]:
         """The same; each outcome soon after its request has ended, in that order.
 
         Nothing of them is kept here: memory is that of what is in flight, however long the trace.

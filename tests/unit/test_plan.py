@@ -44,7 +44,7 @@ def test_the_same_question_has_the_same_answer(found: Plan) -> None:
     again = Trials(replace(asked, span_s=found.question.span_s))
     for trial in (found.chosen, found.colocated):
         assert trial.best is not None
-        assert again.at(trial.candidate, trial.goodput_rps) == trial.best
+        assert again.at(trial.candidate, trial.best.rate_rps) == trial.best
 
 
 def test_long_prompts_and_quick_tokens_want_two_pools(found: Plan) -> None:
