@@ -8,9 +8,9 @@ of vLLM 0.28 published with LLMServingSim (MIT): gate/up, down and head products
 and in mixed batches (`python -m bench.fit_layers --tables DIR` prints those again), and an all-reduce of two cards over PCIe. Their prefill
 attention (`compute`, `passes`) is the A100's, as both run FlashAttention 2. No serving run took part.
 
-B200 and L40S take the constants of their nearest kin (`_HOPPER`, `_GEFORCE`), an assumption until somebody measures them; so do int8 (as
-fp8) and int4 (4-bit weights widened to bf16 in the kernel, at the bf16 rate) everywhere. `step_s` and `request_s`, the engine's own work
-between two steps, are assumptions too: 1 ms, and 10 us for each sequence.
+B200, L40S and all devices made by `_like` take the constants of their nearest kin, an assumption until somebody measures them; so do
+int8 (as fp8) and int4 (4-bit weights widened to bf16 in the kernel, at the bf16 rate) everywhere. `step_s` and `request_s`, the engine's
+own work between two steps, are assumptions too: 1 ms, and 10 us for each sequence.
 
 `cpu` is one core with AMX on a quiet machine, from our own runs of SmolLM2-135M under vLLM 0.32: prefills of 512, 2,048 and 3,000 tokens in
 0.36, 2.1 and 3.6 s, decode steps of 19, 22, 26 and 33 ms at batch 1, 4, 8 and 16. A core computes or waits for memory, one after the
@@ -20,7 +20,7 @@ other (sharpness near 1). Cores differ from host to host: `--gpu this-cpu` measu
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from disagg.errors import ConfigError, nearest
@@ -204,17 +204,64 @@ DEVICES: dict[str, Device] = {
     )
 }  # fmt: skip
 
+
+def _like(
+    kin: str, name: str, memory_mib: int, bandwidth: float, bf16_tera: float, fp8_tera: float, fabric: Fabric | None = None
+) -> Device:
+    """A device whose kernels are taken to reach the shares of the peaks that those of its `kin` do: an assumption."""
+    like = DEVICES[kin]
+    return replace(
+        like,
+        name=name,
+        memory_bytes=memory_mib * _MIB,
+        bandwidth=bandwidth,
+        bf16=replace(like.bf16, flops=bf16_tera * _TERA),
+        fp8=replace(like.fp8, flops=fp8_tera * _TERA),
+        fabric=fabric or like.fabric,
+    )
+
+
+# Without fp8 units (A100, A10) fp8 weights are multiplied at the bf16 rate.
+DEVICES |= {
+    d.name: d
+    for d in (
+        _like("a100", "a100-40gb", 40960, 1.555e12, 312, 312),
+        _like("a100", "a10", 23028, 600e9, 125, 125, _PCIE4),
+        _like("h100", "h100-pcie", 81559, 2.04e12, 756, 1513, _PCIE5),
+        _like("h100", "h100-nvl", 95830, 3.9e12, 835, 1671, _PCIE5),
+        _like("h100", "gh200", 97871, 4.0e12, 989, 1979),
+        _like("h200", "h20", 97871, 4.0e12, 148, 296),
+        _like("b200", "gb200", 189471, 8.0e12, 2500, 5000),
+        _like("b200", "b300", 275040, 8.0e12, 2250, 4500),
+        _like("l40s", "l40", 46068, 864e9, 181, 362),
+        _like("l40s", "l4", 23034, 300e9, 121, 242),
+        _like("rtx-4090", "rtx-6000-ada", 49140, 960e9, 364.2, 728.5),
+        _like("rtx-pro-6000", "rtx-5090", 32607, 1792e9, 209.5, 419),
+    )
+}
+
+# Names whose form factor or memory makes another device of them; anything else about a name is noise.
+_VARIANTS = (
+    (re.compile(r"a100.*\b40 ?gi?b?\b"), "a100-40gb"),
+    (re.compile(r"h100.*pcie"), "h100-pcie"),
+    (re.compile(r"h100.*nvl(?!ink)"), "h100-nvl"),
+    (re.compile(r"6000.*\bada\b"), "rtx-6000-ada"),
+)
 _NOISE = re.compile(
-    r"nvidia|geforce|tesla|blackwell|ada|generation|server|workstation|edition|max-?q|sxm\d?|pcie|nvl|hbm\d?e?|\d+ ?gi?b?\b"
+    r"nvidia|geforce|tesla|blackwell|hopper|ada|generation|server|workstation|edition|max-?q|sxm\d?|hgx|dgx|pcie|nvl|hbm\d?e?|\d+ ?gi?b?\b"
 )
 
 
 def find_device(name: str) -> Device:
-    """The device that `name` means: case, vendor words, form factor and memory size do not matter ("NVIDIA H100 80GB HBM3" is h100).
+    """The device that `name` means: case and vendor words do not matter ("NVIDIA H100 80GB HBM3" is h100, "H100 PCIe" is h100-pcie).
 
     Raises ConfigError naming the nearest known one.
     """
-    plain = _squeeze(_NOISE.sub(" ", name.lower()))
+    lower = name.lower().replace("_", " ")
+    for pattern, variant in _VARIANTS:
+        if pattern.search(lower):
+            return DEVICES[variant]
+    plain = _squeeze(_NOISE.sub(" ", lower))
     for key, device in DEVICES.items():
         if plain in (_squeeze(key), _squeeze(key).removeprefix("rtx")):
             return device

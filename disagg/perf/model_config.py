@@ -15,9 +15,9 @@ from disagg.perf.shapes import Mla, ModelShape, find_shape
 _HYBRID_KEYS = ("linear_num_key_heads", "mamba_d_state", "ssm_cfg", "layers_block_type", "rwkv_version", "state_size")
 _DTYPES: dict[str, Dtype] = {
     "bf16": "bf16", "bfloat16": "bf16", "fp16": "bf16", "float16": "bf16", "half": "bf16", "auto": "bf16",
-    "fp8": "fp8", "float8": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "e4m3": "fp8",
-    "int8": "int8", "w8a8": "int8",
-    "int4": "int4", "w4a16": "int4", "awq": "int4", "gptq": "int4",
+    "fp8": "fp8", "float8": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "e4m3": "fp8", "fp8_block": "fp8", "w8a8_fp8": "fp8",
+    "int8": "int8", "w8a8": "int8", "w8a8_int8": "int8", "w8a16": "int8",
+    "int4": "int4", "w4a16": "int4", "awq": "int4", "gptq": "int4", "int4_wo": "int4", "mxfp4": "int4",
 }  # fmt: skip
 
 
@@ -82,7 +82,9 @@ def shape_from_config(config: Mapping[str, Any], name: str = "model") -> ModelSh
     hidden, heads = _count(config, name, "hidden_size"), _count(config, name, "num_attention_heads")
     experts = _optional(config, name, "num_experts", "num_local_experts", "n_routed_experts") or 0
     width = _optional(config, name, "moe_intermediate_size") if experts else None
-    is_plain = str(config.get("model_type", "")) in ("opt", "gpt_neox", "falcon", "bloom")
+    family = str(config.get("model_type", ""))
+    is_plain = family in ("opt", "gpt_neox", "falcon", "bloom")
+    is_tied = is_plain or family.startswith(("gemma", "cohere"))  # where the config does not say
     mlp = _optional(config, name, "intermediate_size", "ffn_dim")
     if mlp is None and width is None:
         mlp = _count(config, name, "intermediate_size")
@@ -100,7 +102,7 @@ def shape_from_config(config: Mapping[str, Any], name: str = "model") -> ModelSh
         head_dim=_head_dim(config, name, hidden, heads, mla),
         intermediate=width or mlp or 0,
         vocab=_count(config, name, "vocab_size"),
-        tied_embeddings=bool(config.get("tie_word_embeddings", is_plain)),
+        tied_embeddings=bool(config.get("tie_word_embeddings", is_tied)),
         num_experts=experts,
         experts_per_token=_count(config, name, "num_experts_per_tok") if experts else 0,
         shared_intermediate=shared if experts else 0,

@@ -174,11 +174,16 @@ SHAPES: dict[str, ModelShape] = {
         ModelShape("llama-2-70b", 80, 8192, 64, 8, 128, 28672, 32000, max_context_tokens=4096),
         ModelShape("mistral-7b", 32, 4096, 32, 8, 128, 14336, 32768, max_context_tokens=32768),
         ModelShape("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 151936, tied_embeddings=True, max_context_tokens=32768),
+        ModelShape("mistral-nemo-12b", 40, 5120, 32, 8, 128, 14336, 131072, max_context_tokens=_128K),
+        ModelShape("mistral-small-24b", 40, 5120, 32, 8, 128, 32768, 131072, max_context_tokens=32768),
+        ModelShape("qwen2.5-1.5b", 28, 1536, 12, 2, 128, 8960, 151936, tied_embeddings=True, max_context_tokens=32768),
+        ModelShape("qwen2.5-3b", 36, 2048, 16, 2, 128, 11008, 151936, tied_embeddings=True, max_context_tokens=32768),
         ModelShape("qwen2.5-7b", 28, 3584, 28, 4, 128, 18944, 152064, max_context_tokens=32768),
         ModelShape("qwen2.5-14b", 48, 5120, 40, 8, 128, 13824, 152064, max_context_tokens=32768),
         ModelShape("qwen2.5-32b", 64, 5120, 40, 8, 128, 27648, 152064, max_context_tokens=32768),
         ModelShape("qwen2.5-72b", 80, 8192, 64, 8, 128, 29568, 152064, max_context_tokens=32768),
         ModelShape("qwen3-0.6b", 28, 1024, 16, 8, 128, 3072, 151936, tied_embeddings=True, max_context_tokens=40960),
+        ModelShape("qwen3-1.7b", 28, 2048, 16, 8, 128, 6144, 151936, tied_embeddings=True, max_context_tokens=40960),
         ModelShape("qwen3-4b", 36, 2560, 32, 8, 128, 9728, 151936, tied_embeddings=True, max_context_tokens=40960),
         ModelShape("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936, max_context_tokens=40960),
         ModelShape("qwen3-14b", 40, 5120, 40, 8, 128, 17408, 151936, max_context_tokens=40960),
@@ -189,11 +194,33 @@ SHAPES: dict[str, ModelShape] = {
         ModelShape(
             "qwen3-235b-a22b", 94, 4096, 64, 4, 128, 1536, 151936, num_experts=128, experts_per_token=8, max_context_tokens=40960
         ),
+        ModelShape(
+            "qwen3-coder-480b-a35b", 62, 6144, 96, 8, 128, 2560, 151936, num_experts=160, experts_per_token=8, max_context_tokens=262144
+        ),
+        ModelShape("phi-4", 40, 5120, 40, 10, 128, 17920, 100352, max_context_tokens=16384),
+        ModelShape("gemma-7b", 28, 3072, 16, 16, 256, 24576, 256000, tied_embeddings=True, max_context_tokens=8192),
+        # Half of Gemma 2's layers look back 4,096 tokens only, five of six of Gemma 3's 1,024: KV of longer contexts counts too much here.
+        ModelShape("gemma-2-9b", 42, 3584, 16, 8, 256, 14336, 256000, tied_embeddings=True, max_context_tokens=8192),
+        ModelShape("gemma-2-27b", 46, 4608, 32, 16, 128, 36864, 256000, tied_embeddings=True, max_context_tokens=8192),
+        ModelShape("gemma-3-12b", 48, 3840, 16, 8, 256, 15360, 262208, tied_embeddings=True, max_context_tokens=_128K),
+        ModelShape("gemma-3-27b", 62, 5376, 32, 16, 128, 21504, 262208, tied_embeddings=True, max_context_tokens=_128K),
         ModelShape("mixtral-8x7b", 32, 4096, 32, 8, 128, 14336, 32000, num_experts=8, experts_per_token=2, max_context_tokens=32768),
         ModelShape("mixtral-8x22b", 56, 6144, 48, 8, 128, 16384, 32768, num_experts=8, experts_per_token=2, max_context_tokens=65536),
         ModelShape(
             "deepseek-v3", 61, 7168, 128, 128, 192, 2048, 129280, num_experts=256, experts_per_token=8, shared_intermediate=2048,
             dense_layers=3, dense_intermediate=18432, mla=_DEEPSEEK_V3, max_context_tokens=163840,
+        ),
+        ModelShape(
+            "deepseek-v2-lite", 27, 2048, 16, 16, 192, 1408, 102400, num_experts=64, experts_per_token=6, shared_intermediate=2816,
+            dense_layers=1, dense_intermediate=10944, mla=Mla(512, 64, 128), max_context_tokens=163840,
+        ),
+        ModelShape(
+            "kimi-k2", 61, 7168, 64, 64, 192, 2048, 163840, num_experts=384, experts_per_token=8, shared_intermediate=2048,
+            dense_layers=1, dense_intermediate=18432, mla=_DEEPSEEK_V3, max_context_tokens=_128K,
+        ),
+        ModelShape(
+            "glm-4.5-air", 46, 4096, 96, 8, 128, 1408, 151552, num_experts=128, experts_per_token=8, shared_intermediate=1408,
+            dense_layers=1, dense_intermediate=10944, max_context_tokens=_128K,
         ),
         ModelShape(
             "opt-13b", 40, 5120, 40, 40, 128, 20480, 50272, tied_embeddings=True, mlp_matrices=2, learned_positions=2050,
@@ -218,8 +245,25 @@ _ALIASES = {
     "deepseek-r1-0528": "deepseek-v3",
     "deepseek-v3-0324": "deepseek-v3",
     "deepseek-v3.1": "deepseek-v3",
+    "deepseek-r1-distill-llama-8b": "llama-3.1-8b",
+    "deepseek-r1-distill-llama-70b": "llama-3.1-70b",
+    "deepseek-r1-distill-qwen-7b": "qwen2.5-7b",
+    "deepseek-r1-distill-qwen-14b": "qwen2.5-14b",
+    "deepseek-r1-distill-qwen-32b": "qwen2.5-32b",
+    "qwen2-0.5b": "qwen2.5-0.5b",
+    "qwen2-7b": "qwen2.5-7b",
+    "qwen2-72b": "qwen2.5-72b",
+    "qwq-32b": "qwen2.5-32b",
+    "qwen3-30b": "qwen3-30b-a3b",
+    "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
+    "qwen3-235b": "qwen3-235b-a22b",
+    "qwen3-480b": "qwen3-coder-480b-a35b",
+    "mistral-nemo": "mistral-nemo-12b",
 }
-_SUFFIXES = re.compile(r"-(instruct|chat|it|base|hf|fp8|awq|gptq(-int[48])?|w8a8|int[48]|bf16|dynamic|v0\.[123]|2507)$")
+_SUFFIXES = re.compile(
+    r"-(instruct|chat|it|base|hf|fp8|awq|gptq(-int[48])?|w8a8|int[48]|bf16|fp16|float16|bfloat16|dynamic|kv|quantized\.w\d+a\d+"
+    r"|v0\.[123]|\d{4})$"
+)
 
 
 def find_shape(name: str) -> ModelShape:
@@ -228,7 +272,7 @@ def find_shape(name: str) -> ModelShape:
     Raises ConfigError naming the nearest known one.
     """
     plain = name.lower().rsplit("/", 1)[-1].replace("_", "-").removeprefix("meta-")
-    plain = re.sub(r"^llama-?(?=\d)", "llama-", plain)
+    plain = re.sub(r"^(moe-)?(llama|mixtral|opt|gemma)-?(?=\d)", r"\2-", plain)
     while (shorter := _SUFFIXES.sub("", plain)) != plain:
         plain = shorter
     plain = _ALIASES.get(plain, plain)

@@ -110,6 +110,9 @@ def test_other_architectures_are_read_from_their_config(tmp_path: Path) -> None:
         ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
         ("RedHatAI/Meta-Llama-3.1-70B-Instruct-FP8-dynamic", "llama-3.1-70b"),
         ("deepseek-ai/DeepSeek-R1-0528", "deepseek-v3"),
+        ("RedHatAI/Meta-Llama-3.1-70B-Instruct-quantized.w8a8", "llama-3.1-70b"),
+        ("MOE_Mixtral8x7B", "mixtral-8x7b"),
+        ("QWEN3_235B", "qwen3-235b-a22b"),
     ],
 )
 def test_models_are_found_by_the_names_that_hubs_and_tables_use(spelling: str, name: str) -> None:

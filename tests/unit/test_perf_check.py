@@ -62,7 +62,7 @@ def check(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_right_tables_hold_and_wrong_ones_are_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    served = perf_check.simulate_closed(ROW)
+    served = perf_check.simulate_row(ROW)
     ttft_ms = 1e3 * statistics.mean(s.ttft_s for s in served)
     tpot_ms = 1e3 * statistics.mean(s.tpot_s for s in served if s.tpot_s is not None)
     good = {**ROW, "silicon_ttft_ms": ttft_ms, "silicon_tpot_ms": tpot_ms}
@@ -96,7 +96,21 @@ def test_columns_by_other_names_are_read_and_missing_ones_named(
     assert [r["measured_ms"] for r in found["rows"]] == [30, 9]
     assert "left out" in err
     assert "silicon_ttft_ms: got '', expected a number above 0" in err
-    write(tmp_path / "measured_named.csv", [{k: v for k, v in row.items() if k != "tp"}])
+    write(tmp_path / "measured_named.csv", [{k: v for k, v in row.items() if k != "clients"}])
     with pytest.raises(SystemExit):
         perf_check.main()
-    assert "expected also tp_size (or tp)" in capsys.readouterr().err
+    assert "expected also concurrency (or clients, " in capsys.readouterr().err
+
+
+def test_headings_for_people_times_in_seconds_and_what_a_row_may_leave_out(tmp_path: Path) -> None:
+    path = tmp_path / "any.csv"
+    path.write_text(
+        "\ufeffGPU Name,Model Name,Input Length,Output Length,Request Rate,Mean TTFT (s),Mean TPOT (ms)\n"
+        "NVIDIA L40S,Qwen/Qwen3-8B-FP8,64,8,2,0.5,20\n"
+    )
+    (row,) = perf_check.table_rows(path)
+    assert [row[key] for key in ("precision", "tp_size", "silicon_ttft_ms", "silicon_tpot_ms")] == ["fp8", "1", "500.0", "20"]
+    assert [c.case for c in perf_check.closed_rows(path)] == ["Qwen/Qwen3-8B-FP8 fp8 NVIDIA L40S tp1 64/8 at 2/s"] * 2
+    served = perf_check.simulate_row(row)
+    sent_s = max(s.sent_s for s in served)
+    assert len(served) / sent_s == pytest.approx(2, rel=0.15)

@@ -29,6 +29,10 @@ def step_model(shape: str = "llama-3.1-70b", device: str = "h100", tp: int = 4, 
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("4090", "rtx-4090"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("h100_pcie", "h100-pcie"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("gb200_sxm", "gb200"),
         ("CPU", "cpu"),
     ],
 )
@@ -53,6 +57,11 @@ def test_an_unknown_device_names_the_nearest() -> None:
         ("qwen3-8b", 8.19, 144),
         ("qwen3-30b-a3b", 30.53, 96),
         ("mixtral-8x7b", 46.70, 128),
+        ("qwen2.5-3b", 3.09, 36),
+        ("qwen3-coder-480b-a35b", 480.2, 248),
+        ("deepseek-v2-lite", 15.71, 30.375),
+        ("kimi-k2", 1026.4, 68.625),
+        ("gemma-2-27b", 27.23, 368),
     ],
 )
 def test_sizes_are_the_published_ones(name: str, billions: float, kv_kib: float) -> None:
