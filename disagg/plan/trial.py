@@ -28,6 +28,7 @@ Mapped = Callable[..., Iterable[Any]]  # `map`, or one that shares the calls out
 WARM_UP = 0.35  # of the requests, at the beginning
 _STEPS_UP = ((1.0, 1.8), (0.99, 1.4), (0.95, 1.15), (0.0, 1.08))  # (share at least, factor) from a rate that holds to the next one
 _COLLAPSED = 0.5
+_CLEARLY = 1.25  # times as many as may be must have missed for a run to end early: where it is close, by how much must be exact
 _STRAIGHT = 4  # tolerances between two rates, at most, for a line between their shares to tell where it crosses the level
 _MOST_RUNS = 16  # for one plan's goodput
 _BUSY = 0.9  # share of its time from which on a pool is the limit
@@ -179,7 +180,7 @@ def _next_rps(low: Figures | None, high: Figures | None, level: float, tolerance
 
 
 def figures_at(question: Question, candidate: Candidate, rate_rps: float, may_cut: bool = False) -> Figures:
-    """One simulation. `may_cut`: it ends as soon as more have missed than may, for then it does not hold whatever comes."""
+    """One simulation. `may_cut`: it ends once more have missed than may of all, for then it does not hold whatever comes."""
     topology = topology_of(question, candidate)
     requests = question.load.sent(rate_rps, question.requests_at(rate_rps))
     degrees = [pool.tp for pool in candidate.pools.values()]
@@ -192,7 +193,7 @@ def figures_at(question: Question, candidate: Candidate, rate_rps: float, may_cu
         keep_tokens=False,
     )
     first = int(len(requests) * WARM_UP)
-    may_miss = (1 - question.level) * (len(requests) - first) + 1e-9 if may_cut else math.inf
+    may_miss = 1 - question.level + 1e-9 if may_cut else math.inf
     miss = partial(_miss, {c.name: c for c in question.load.classes})
     simulation = Simulation(topology, requests, settings)
     outcomes: list[Outcome] = []
@@ -203,9 +204,12 @@ def figures_at(question: Question, candidate: Candidate, rate_rps: float, may_cu
             outcomes.append(outcome)
             if outcome.index >= first:
                 missed[miss(outcome)] += 1
-                if missed.total() - missed[""] > may_miss:
-                    sent = bisect.bisect(requests, outcome.end_s or 0.0, key=lambda r: r.arrival_s)
-                    break
+                num_missed = missed.total() - missed[""]
+                if num_missed > may_miss * (len(requests) - first):
+                    by_then = bisect.bisect(requests, outcome.end_s or 0.0, key=lambda r: r.arrival_s)
+                    if num_missed > _CLEARLY * may_miss * (by_then - first):
+                        sent = by_then
+                        break
     outcomes.sort(key=operator.attrgetter("index"))
     return _figures(candidate, rate_rps, simulation.report(outcomes), first, missed, sent - first)
 
