@@ -1,17 +1,18 @@
 """How well a profile and the simulator foresee an A/B of real engines: the same requests, at the instants at which they were sent.
 
     disagg profile TOPOLOGY --out profile.json
-    disagg ab TOPOLOGY --workload NAME --chunk topology --out OUT
-    python -m bench.predict_ab OUT --topology TOPOLOGY --profile profile.json
+    disagg ab TOPOLOGY --workload NAME --out OUT           (or `make bench`: OUT is out/bench/NAME, TOPOLOGY out/bench/topology.yaml)
+    python -m bench.predict_ab OUT --profile profile.json
 
-Nothing of the A/B is fitted on: the simulator takes the profile's step times and link, the topology's engine arguments and the live router.
-For each arm and class (in brackets how many were answered, measured and foreseen): TPOT and TTFT, measured, foreseen and foreseen over
-measured; then attainment and both verdicts. Aims: TPOT p50 and p99 within 15 %, attainment within 0.05, the same verdict.
+Nothing of the A/B is fitted on: the simulator takes the profile's step times and link, the engine arguments of OUT's arms and the live
+router. For each arm, rate and class (in brackets how many were answered, measured and foreseen): TPOT and TTFT, measured, foreseen and
+foreseen over measured; then attainment and both verdicts. Aims: TPOT p50 and p99 within 15 %, attainment within 0.05, the same verdict.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from disagg.ab.conclude import conclude
 from disagg.ab.result import arm_figures
 from disagg.ab.rows import Row, read_rows
 from disagg.ab.simulate import SimulatedArm, sim_rows
-from disagg.config import Topology, load_topology
+from disagg.config import SloClass, Topology, parse_topology
 from disagg.engine.simulated_settings import profiled_topology, simulated_model_info
 from disagg.perf.model_config import load_shape
 from disagg.perf.profile import Profile, load_profile
@@ -30,29 +31,33 @@ from disagg.sim.cluster import Simulation
 from disagg.sim.dispatch import make_dispatcher
 from disagg.sim.settings import SimSettings
 from disagg.trace import TraceRequest
-from disagg.types import Mode
 
 
 def foreseen(rows: Sequence[Row], live: Topology, topology: Topology, profile: Profile, timeout_s: float) -> list[Row]:
-    """The same requests of one arm as the simulator serves them, its rounds one after the other: the router keeps what it has learned.
+    """The same requests of one arm as the simulator serves them, its turns one after the other: the router keeps what it has learned.
 
-    `topology`: with the profile's step times. The router starts from what that of the `live` topology started from.
+    A turn is a round at a rate. `topology`: with the profile's step times. The router starts from what that of the `live` topology
+    started from.
     """
     link = {"link_bandwidth": profile.link_bandwidth, "link_latency_s": profile.link_latency_s} if profile.link_bandwidth else {}
     world = SimSettings(kv_bytes_per_token=profile.kv_bytes_per_token, timeout_s=timeout_s, **link)  # type: ignore[arg-type]  # by name
-    sent = sorted(rows, key=lambda row: (row.round, row.sent_s))
+    sent = sorted(rows, key=lambda row: (*_turn(row), row.sent_s))
     begins_s, end_s = {}, 0.0
-    for number in sorted({row.round for row in rows}):
-        begins_s[number] = end_s
-        end_s += max(row.end_s for row in rows if row.round == number) + timeout_s
-    requests = tuple(TraceRequest(begins_s[r.round] + r.sent_s, r.input_tokens, r.max_output_tokens, r.slo_class) for r in sent)
+    for turn in sorted({_turn(row) for row in rows}):
+        begins_s[turn] = end_s
+        end_s += max(row.end_s for row in rows if _turn(row) == turn) + timeout_s
+    requests = tuple(TraceRequest(begins_s[_turn(r)] + r.sent_s, r.input_tokens, r.max_output_tokens, r.slo_class) for r in sent)
     model = simulated_model_info(topology.simulated(next(iter(topology.active_pools()))), topology.model)
     report = Simulation(topology, requests, world, dispatcher=make_dispatcher(live, model, load_shape(profile.model_name))).run()
     made = sim_rows(SimulatedArm(rows[0].arm, topology, report, rows[0].rate_rps or 0.0), "measured")
-    return [_of_round(row, real, begins_s[real.round]) for row, real in zip(made, sent, strict=True)]
+    return [_of_turn(row, real, begins_s[_turn(real)]) for row, real in zip(made, sent, strict=True)]
 
 
-def _of_round(row: Row, real: Row, begin_s: float) -> Row:
+def _turn(row: Row) -> tuple[int, float]:
+    return row.round, row.rate_rps or 0.0
+
+
+def _of_turn(row: Row, real: Row, begin_s: float) -> Row:
     times = {"due_s": row.due_s - begin_s, "sent_s": row.sent_s - begin_s, "end_s": row.end_s - begin_s}
     return replace(row, round=real.round, rate_rps=real.rate_rps, token_s=tuple(t - begin_s for t in row.token_s), **times)
 
@@ -65,38 +70,44 @@ def line(name: str, what: str, ours: Sequence[float | None], theirs: Sequence[fl
         if all(known):  # of few requests the 99th percentile is the largest
             measured, found = (float(np.percentile(values, percent)) for values in known)
             parts.append(f"p{percent} {measured * 1e3:,.0f} / {found * 1e3:,.0f} ms ({found / measured:.2f})")
-    return f"{name:<24}{what}  " + "   ".join(parts)
+    return f"{name:<40}{what}  " + "   ".join(parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--topology", type=Path, required=True)
     parser.add_argument("--profile", type=Path, required=True)
-    parser.add_argument("--timeout-s", type=float, default=120.0, help="Each request's deadline in the A/B.")
     given = parser.parse_args()
-    live, profile = load_topology(given.topology), load_profile(given.profile)
-    topology = profiled_topology(live, given.profile)
-    rows = read_rows(given.out / "requests.jsonl")
-    measured = {arm: [row for row in rows if row.arm == arm] for arm in dict.fromkeys(row.arm for row in rows)}
-    modes = {arm: Mode("disagg" if arm.startswith("disagg") else arm) for arm in measured}
-    found = {
-        arm: foreseen(own, live.with_mode(modes[arm]), topology.with_mode(modes[arm]), profile, given.timeout_s)
-        for arm, own in measured.items()
-    }
-    print("measured / foreseen (foreseen over measured)")
+    profile = load_profile(given.profile)
+    run = json.loads((given.out / "run.json").read_text())
+    measured: dict[str, list[Row]] = {}
+    found: dict[str, list[Row]] = {}
+    classes: Sequence[SloClass] = ()
+    for row in read_rows(given.out / "requests.jsonl"):
+        measured.setdefault(row.arm, []).append(row)
     for arm, own in measured.items():
-        for name in dict.fromkeys(row.slo_class for row in own):
-            real, ours = ([r for r in rows_ if r.slo_class == name and r.is_whole] for rows_ in (own, found[arm]))
-            said = f"{arm} {name} ({len(real)}/{len(ours)})"
-            print(line(said, "TPOT", [r.tpot_s for r in ours], [r.tpot_s for r in real], (50, 99)))
-            print(line("", "TTFT", [r.ttft_s for r in ours], [r.ttft_s for r in real], (50, 95)))
-        shares = [arm_figures(rows_, topology.slo_classes, None).slo_attainment or 0.0 for rows_ in (own, found[arm])]
-        print(f"{arm:<24}in class  {shares[0]:.3f} / {shares[1]:.3f} ({shares[1] - shares[0]:+.3f})")
+        live = parse_topology(run["arms"][arm])
+        found[arm] = foreseen(own, live, profiled_topology(live, given.profile), profile, run["workload"]["timeout_s"])
+        classes = live.slo_classes
+    print("measured / foreseen (foreseen over measured)")
+    for arm in measured:
+        for rate in sorted({row.rate_rps or 0.0 for row in measured[arm]}):
+            real, ours = ([row for row in rows[arm] if (row.rate_rps or 0.0) == rate] for rows in (measured, found))
+            compare(f"{arm} {rate:g}/s", real, ours, classes)
     if len(measured) > 1:
         for said, all_rows, simulated in (("measured", measured, False), ("foreseen", found, True)):
-            verdict, _ = conclude(all_rows, topology.slo_classes, simulated=simulated)
+            verdict, _ = conclude(all_rows, classes, simulated=simulated)
             print(f"verdict, {said}: {verdict.choose}: {verdict.reason}")
+
+
+def compare(what: str, measured: Sequence[Row], found: Sequence[Row], classes: Sequence[SloClass]) -> None:
+    """Print one arm at one rate."""
+    for name in dict.fromkeys(row.slo_class for row in measured):
+        real, ours = ([r for r in rows if r.slo_class == name and r.is_whole] for rows in (measured, found))
+        print(line(f"{what} {name} ({len(real)}/{len(ours)})", "TPOT", [r.tpot_s for r in ours], [r.tpot_s for r in real], (50, 99)))
+        print(line("", "TTFT", [r.ttft_s for r in ours], [r.ttft_s for r in real], (50, 95)))
+    shares = [arm_figures(rows, classes, None).slo_attainment or 0.0 for rows in (measured, found)]
+    print(f"{what:<40}in class  {shares[0]:.3f} / {shares[1]:.3f} ({shares[1] - shares[0]:+.3f})")
 
 
 if __name__ == "__main__":

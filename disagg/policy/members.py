@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from disagg.policy.admission import Largest
 from disagg.policy.prefix_index import PrefixIndex
 from disagg.policy.router import Pair
 from disagg.policy.standing import Standing
 from disagg.policy.step_cost import GENERIC, StepCost
+from disagg.policy.step_fit import ENOUGH_STEPS
 from disagg.policy.view import missing_role
 from disagg.policy.worker_book import Typical, WorkerBook
 from disagg.types import EngineState, Mode, Role
@@ -117,6 +119,7 @@ class Members:
     def _refresh(self, now_s: float) -> None:
         """What the typical source is, and the typical worker of each role, by which the learned speeds of the others are judged."""
         self._refreshed_s = now_s
+        self._share()
         if self.sources:
             self.typical = _median(_working(self.sources, now_s)).fit.cost
         for role in Role:
@@ -128,6 +131,29 @@ class Members:
                     typical = Typical(fit.cost, fit.pace_s, statistics.median_low([w.overhead_s for w in lately]))
                 for book in books:
                     book.compare(typical)
+
+    def _share(self) -> None:
+        """Workers of one prior, whatever their role, tell each other what they have learned.
+
+        Who has only decoded would otherwise believe of prompts what was believed before the first step, and be given a long one for it.
+        """
+        alike: dict[StepCost, list[WorkerBook]] = {}
+        for book in self.books.values():
+            alike.setdefault(self._priors.get(book.role, GENERIC), []).append(book)
+        for prior, books in alike.items():
+            if len(books) > 1:
+                known = _known(prior, books)
+                for book in books:
+                    book.fit.lean_on(known)
+
+
+def _known(prior: StepCost, books: Sequence[WorkerBook]) -> StepCost:
+    """Of prompts what a typical one knows that has run them, of decoding what one knows that has decoded, and else the prior."""
+    written = [w for w in books if w.fit.num_prompt_steps >= ENOUGH_STEPS]
+    decoded = [w for w in books if w.fit.num_steps - w.fit.num_prompt_steps >= ENOUGH_STEPS]
+    of_prompts = _median(written).fit.cost if written else prior
+    of_decodes = _median(decoded).fit.cost if decoded else of_prompts
+    return replace(of_prompts, base_s=of_decodes.base_s, decode_s=of_decodes.decode_s, context_s=of_decodes.context_s)
 
 
 def _sizes(state: EngineState) -> tuple[int, int, int]:

@@ -1,9 +1,10 @@
 """A worker's speed, learned on line from the steps it reports. Pure.
 
 Two learners on top of each other. The slow one fits the coefficients of `StepCost`: least squares of *relative* errors over the last few
-hundred steps, never negative, and held near the prior where the steps say nothing. Steps with and without prompt tokens are remembered
-apart, so that an hour of decoding doesn't forget what a prompt costs. The fast one is a single factor on all of them: an exponential mean
-of measured over fitted, in logarithms. A worker that turns five times slower is seen by it within 20 steps, long before the slow one.
+hundred steps, never negative, and held near the prior where the steps say nothing. Steps with and without prompt tokens are counted and
+remembered apart, so that an hour of decoding doesn't forget what a prompt costs, and a prompt among a hundred decode steps is not missed.
+The fast one is a single factor on all of them: an exponential mean of measured over fitted, in logarithms. A worker that turns five times
+slower is seen by it within 20 steps, long before the slow one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ PRIOR_WEIGHT = 0.5  # of the prior, in steps
 FAST = 0.15  # weight of the newest step in the factor: 20 steps carry 96 %
 QUICK = math.log(2.0)  # a step so much quicker than believed is no hiccup: those are slow. The worker has recovered,
 RECOVERED = 0.5  # and the step weighs so much in the factor
-EARLY_STEPS = 64  # of which each is remembered; later every fourth one
+EARLY_STEPS = 64  # of a kind, of which each is remembered; later every fourth one
+ENOUGH_STEPS = 2  # of a kind, for others to lean on: the first one of an engine may be anything
+NEWS = 0.1  # what others have learned counts for new when it differs by so much
 SWEEPS = 8
 MAX_RATIO = 20.0  # one step further off than this says no more than this
 _MIN_RATIO = 1.0 / MAX_RATIO
@@ -64,7 +67,10 @@ class _Memory:
 
 
 class StepFit:
-    """The cost of one worker's steps. `num_steps` learned from, the last one reported at `last_s` (monotonic seconds)."""
+    """The cost of one worker's steps.
+
+    `num_steps` learned from, of which `num_prompt_steps` with prompt tokens; the last one reported at `last_s` (monotonic seconds).
+    """
 
     __slots__ = (
         "_cost",
@@ -77,6 +83,7 @@ class StepFit:
         "_scales",
         "_values",
         "last_s",
+        "num_prompt_steps",
         "num_steps",
     )
 
@@ -86,14 +93,14 @@ class StepFit:
         floor = (GENERIC.base_s, GENERIC.token_s, GENERIC.token_s, GENERIC.pair_s, GENERIC.decode_s, GENERIC.context_s)
         # Units in which coefficients are near 1, also where the prior knows nothing of one.
         self._scales = [max(value, 0.05 * least) for value, least in zip(given, floor, strict=True)]
-        self._prior = [value / scale for value, scale in zip(given, self._scales, strict=True)]
+        self._prior = self._in_scale(prior)
         self._values = list(self._prior)
         self._memories = (_Memory(), _Memory())
         self._mean_row = [0.0] * _N
         self._factor_log = 0.0
         self._cost: StepCost | None = prior
         self._pace_s: float | None = None
-        self.num_steps = 0
+        self.num_steps = self.num_prompt_steps = 0
         self.last_s = -math.inf
 
     @property
@@ -127,6 +134,10 @@ class StepFit:
             return
         self.last_s = now_s
         self.num_steps = count = self.num_steps + 1
+        if prompt:
+            self.num_prompt_steps = of_kind = self.num_prompt_steps + 1
+        else:
+            of_kind = count - self.num_prompt_steps
         over = prompt + decodes - self._ridge_tokens
         base, beyond, token, pair, decode, context = self._scales
         row = (
@@ -143,18 +154,34 @@ class StepFit:
         newest = 1.0 / count
         pull = FAST if surprise > -QUICK else RECOVERED
         self._factor_log += surprise * (newest if newest > pull else pull)
-        if count <= EARLY_STEPS or count % 4 == 0:
+        if of_kind <= EARLY_STEPS or of_kind % 4 == 0:
             self._mean_row = [m + (x - m) * FAST for m, x in zip(self._mean_row, row, strict=True)]
             # A step far from the worker's present speed is a hiccup or a change; only the factor follows at once.
-            weight = 1.0 if abs(surprise) < 0.5 or count < 8 else 0.25
+            weight = 1.0 if abs(surprise) < 0.5 or of_kind < 8 else 0.25
             relative = [x / seconds for x in row]
             if prompt:
                 self._memories[1].add(relative, weight)
             else:
                 self._memories[0].add_decodes(relative, weight)
-            if count <= 8 or count % (8 if count <= EARLY_STEPS else 64) == 0:
+            if of_kind <= 8 or of_kind % (8 if of_kind <= EARLY_STEPS else 64) == 0:
                 self._solve()
         self._cost = self._pace_s = None
+
+    def lean_on(self, known: StepCost) -> None:
+        """Take `known` for the prior from now on: what equal workers have learned says more than what was believed at the start."""
+        prior = self._in_scale(known)
+        if all(abs(new - old) <= NEWS * old for new, old in zip(prior, self._prior, strict=True)):
+            return
+        self._prior = prior
+        if self.num_steps:
+            self._solve()
+        else:
+            self._values = list(prior)
+        self._cost = self._pace_s = None
+
+    def _in_scale(self, cost: StepCost) -> list[float]:
+        given = (cost.base_s, cost.over_s, cost.token_s, cost.pair_s, cost.decode_s, cost.context_s)
+        return [value / scale for value, scale in zip(given, self._scales, strict=True)]
 
     def _solve(self) -> None:
         """Non-negative least squares by coordinate descent, from the present values on."""

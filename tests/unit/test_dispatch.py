@@ -89,6 +89,17 @@ def test_adaptive_keeps_a_long_prompt_away_from_those_who_decode() -> None:
     assert rig.pair(5000)[0] != busiest
 
 
+def test_what_a_prompt_costs_is_known_of_a_worker_that_has_only_decoded() -> None:
+    """One has run prompts, four times as slowly as was believed; the other has not, and must not be taken for four times as quick."""
+    rig = Rig(Mode.ADAPTIVE)
+    rig.steps("p0", 20, factor=4.0, batch=0, prompt=512)
+    rig.steps("d0", 40)
+    rig.now_s += 2.0
+    short = rig.decoding(rig.grant(50, 400, "chat"))
+    assert short.route.decode == "d0"
+    assert rig.pair(1500)[0] == "p0", "nobody decodes there"
+
+
 def test_adaptive_uses_any_worker_when_only_one_role_is_left() -> None:
     rig = Rig(Mode.ADAPTIVE)
     rig.dispatcher.leave("p0", rig.now_s)

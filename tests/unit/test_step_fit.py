@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -102,6 +103,31 @@ def test_an_hour_of_decoding_does_not_forget_what_a_prompt_costs() -> None:
     for number in range(3000):
         fit.add(record(rng, number, prompts=False), 0.0)
     assert fit.cost.prefill_s(2000, 0, 512) == pytest.approx(TRUE.prefill_s(2000, 0, 512), rel=0.1)
+
+
+def test_a_prompt_among_a_hundred_decode_steps_is_not_missed() -> None:
+    """Believed to be four times quicker with prompts than it is, a worker that mostly decodes is found out by its first few."""
+    rng, fit = random.Random(5), StepFit(replace(TRUE, over_s=TRUE.over_s / 4, pair_s=TRUE.pair_s / 4))
+    for number in range(5 * 129):
+        r = record(rng, number, prompts=False)
+        if number % 129 == 128:
+            r = replace(r, prefill_tokens=2048, prefill_pairs=2048 * 1024.5)
+            r = replace(r, seconds=TRUE.step_s(2048, r.prefill_pairs, r.decode_requests, r.context_tokens))
+        fit.add(r, 0.0)
+    assert fit.num_prompt_steps == 5
+    assert fit.cost.prefill_s(4096, 0, 2048) == pytest.approx(TRUE.prefill_s(4096, 0, 2048), rel=0.15)
+
+
+def test_who_has_seen_no_prompt_leans_on_those_that_have() -> None:
+    rng, fit = random.Random(6), StepFit(replace(TRUE, over_s=TRUE.over_s / 4, pair_s=TRUE.pair_s / 4))
+    for number in range(200):
+        fit.add(record(rng, number, prompts=False), 0.0)
+    assert fit.cost.prefill_s(4096, 0, 2048) < 0.8 * TRUE.prefill_s(4096, 0, 2048)
+    fit.lean_on(TRUE)
+    for number in range(64):
+        fit.add(record(rng, number, prompts=False), 0.0)
+    assert fit.cost.prefill_s(4096, 0, 2048) == pytest.approx(TRUE.prefill_s(4096, 0, 2048), rel=0.15)
+    assert error(fit) < 0.1
 
 
 def test_coefficients_stay_physical_whatever_is_reported() -> None:
