@@ -74,7 +74,7 @@ class _Sizing:
         self._rate_rps = rate_rps
         self._say = say
         self._screened_at: dict[int, list[Screened]] = {}
-        self._runs = 0
+        self._trials = Trials(question)  # of any number of GPUs: the same plan carries the same in each
 
     def run(self) -> Size | None:
         step = self._step()
@@ -85,7 +85,7 @@ class _Sizing:
         cells = max(1, math.ceil(gpus / max(step, CELL_GPUS)))
         least = step if self._mode is Mode.COLOCATED else 2 * step
         best = self._walk(max(least, math.ceil(gpus / cells / step) * step), step, least, self._rate_rps / cells)
-        return None if best is None else replace(best, cells=cells, runs=self._runs)
+        return None if best is None else replace(best, cells=cells, runs=self._trials.num_runs)
 
     def _corrected(self, gpus: int, step: int) -> int:
         """The estimate, by how much more or less one simulated cell carries than the formulas say."""
@@ -104,11 +104,9 @@ class _Sizing:
         Near enough to begin the walk at: that settles it.
         """
         rate_rps = Screen(question).likely_rps(plan.candidate, plan.estimate_rps)
-        trials = Trials(question)
         carried = 0.0
         for _ in range(_TRIES):
-            served = trials.at(plan.candidate, rate_rps).attainment
-            self._runs += 1
+            served = self._trials.at(plan.candidate, rate_rps, may_cut=True).attainment
             carried = rate_rps * served / question.level
             if served < _UNTROUBLED:
                 break
@@ -137,11 +135,9 @@ class _Sizing:
             ranked = self._ranked(question)
         except ConfigError:
             return None
-        trials = Trials(question)
         for each in ranked[:2]:
             self._say(f"simulating {each.candidate.name} at {rate_rps:.1f} requests/s")
-            figures = trials.at(each.candidate, rate_rps)
-            self._runs += 1
+            figures = self._trials.at(each.candidate, rate_rps, may_cut=True)
             if figures.attainment >= question.level:
                 return Size(each.candidate, 1, figures, 0)
         return None
