@@ -129,21 +129,22 @@ def _print_result(
     from rich.console import Console
 
     from disagg.ab.out import OutFolder
-    from disagg.ab.rows import RowFile
+    from disagg.ab.rows import Row, RowFile
     from disagg.ab.simulate import sim_rows, simulate_arms, simulated_result
     from disagg.ab.table import WIDTH, render
 
     folder = OutFolder(out)
-    simulated = []
-    with Console(stderr=True, highlight=False).status("") as status:
-        for rate_rps, trace in sent.items():
-            status.update(f"simulating {len(trace.requests):,} requests at {rate_rps:g}/s")
-            simulated += simulate_arms(arms, trace, world, rate_rps)
     trace = next(iter(sent.values()))
-    rows = {name: [row for arm in simulated if arm.name == name for row in sim_rows(arm, trace.name)] for name in arms}
-    with RowFile(folder.requests) as file:
-        for row in itertools.chain.from_iterable(rows.values()):
-            file.append(row)
+    rows: dict[str, list[Row]] = {name: [] for name in arms}
+    simulated = []
+    with Console(stderr=True, highlight=False).status("") as status, RowFile(folder.requests) as file:
+        for rate_rps, name in itertools.product(sent, arms):
+            status.update(f"simulating {name}: {len(sent[rate_rps].requests):,} requests at {rate_rps:g}/s")
+            (arm,) = simulate_arms({name: arms[name]}, sent[rate_rps], world, rate_rps)
+            for row in sim_rows(arm, trace.name):
+                file.append(row)
+                rows[name].append(row)
+            simulated.append(arm.without_outcomes())
     result = simulated_result(simulated, rows, trace, workload, world)
     folder.write_result(result.to_json())
     console = Console(highlight=False)

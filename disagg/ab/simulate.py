@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,10 @@ class SimulatedArm:
     report: SimReport
     rate_rps: float
 
+    def without_outcomes(self) -> SimulatedArm:
+        """What a result needs beside the rows. Outcomes hold on to the engines that made their tokens."""
+        return replace(self, report=replace(self.report, outcomes=()))
+
 
 def simulate_arms(topologies: Mapping[str, Topology], trace: Trace, settings: SimSettings, rate_rps: float) -> list[SimulatedArm]:
     """The same trace, which asks for `rate_rps`, through each topology. Raises ConfigError."""
@@ -38,15 +42,16 @@ def simulate_arms(topologies: Mapping[str, Topology], trace: Trace, settings: Si
 
 
 def sim_rows(arm: SimulatedArm, stream: str) -> Iterator[Row]:
-    """One row a request, in the order in which they were sent."""
-    return (_row(arm, stream, outcome) for outcome in arm.report.outcomes)
+    """One row a request, in the order in which they were sent. Requests that got a token in one step share its instant in memory."""
+    instants: dict[float, float] = {}
+    return (_row(arm, stream, outcome, instants) for outcome in arm.report.outcomes)
 
 
-def _row(arm: SimulatedArm, stream: str, o: Outcome) -> Row:
+def _row(arm: SimulatedArm, stream: str, o: Outcome, instants: dict[float, float]) -> Row:
     assert o.status is not None
     assert o.end_s is not None
     whole = o.is_whole
-    times = np.round(o.token_times_s(), _DIGITS) if whole else np.empty(0)
+    times = np.round(o.token_times_s(), _DIGITS).tolist() if whole else []
     prefill_s = (o.first_token_s - o.way_back_s / 2 - o.routed_s) if whole and o.first_token_s is not None and o.routed_s else None
     transfer_s = 0.0
     if whole and o.transferred_s is not None and o.first_token_s is not None:
@@ -64,7 +69,7 @@ def _row(arm: SimulatedArm, stream: str, o: Outcome) -> Row:
         due_s=round(o.request.arrival_s, _DIGITS),
         sent_s=round(o.sent_s, _DIGITS),
         end_s=round(o.end_s, _DIGITS),
-        token_s=tuple(times.tolist()),
+        token_s=tuple(map(instants.setdefault, times, times)),
         outcome=o.status,
         error=o.error,
         message=o.message,

@@ -167,7 +167,8 @@ def _next_rps(low: Figures | None, high: Figures | None, level: float, tolerance
         return low.rate_rps * next(step for share, step in _STEPS_UP if low.attainment >= share)
     served_rps = high.rate_rps * high.attainment / level
     if low is None:
-        return max(high.rate_rps / 3, min(high.rate_rps / (1 + tolerance) ** failed, served_rps))
+        steps = failed if served_rps * (1 + tolerance) < high.rate_rps else 1
+        return max(high.rate_rps / 3, min(high.rate_rps / (1 + tolerance) ** steps, served_rps))
     # Between rates that are near to each other the share falls nearly straight: a crossing next to one of them is not far off.
     crossing_rps = _crossing_rps(low, high, level)
     is_next_to_one = crossing_rps <= low.rate_rps * (1 + tolerance) or crossing_rps * (1 + tolerance) >= high.rate_rps
