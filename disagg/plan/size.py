@@ -106,7 +106,7 @@ class _Sizing:
         rate_rps = Screen(question).likely_rps(plan.candidate, plan.estimate_rps)
         carried = 0.0
         for _ in range(_TRIES):
-            served = self._trials.at(plan.candidate, rate_rps, may_cut=True).attainment
+            served = self._trials.at(plan.candidate, rate_rps).attainment
             carried = rate_rps * served / question.level
             if served < _UNTROUBLED:
                 break
