@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 MAX_PENDING_TOKENS = 1 << 18  # of a gateway that does not read; then its requests and its stream end, instead of this worker's memory
 STATE_INTERVAL_S = 0.1  # how old the worker's state may get at a gateway while tokens flow
 STATE_LEAST_S = 0.01  # between two states, however much happens
+STATE_PRESSED_S = 0.05  # the same under pressure: a state costs both ends as much as a token's way does
 
 
 class Attachment:
@@ -172,7 +173,8 @@ class Attachment:
     def _ended_task(self, key: int) -> None:
         """Room may have come free: the gateway should hear of it soon."""
         del self._tasks[key]
-        self._state_due_s = min(self._state_due_s, self._state_sent_s + STATE_LEAST_S)
+        least_s = STATE_LEAST_S if self._rested.is_set() else STATE_PRESSED_S
+        self._state_due_s = min(self._state_due_s, self._state_sent_s + least_s)
         self._is_poked = True
         self._wake.set()
 
