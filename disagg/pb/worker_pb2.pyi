@@ -47,14 +47,16 @@ class FetchCommand(_message.Message):
     def __init__(self, transfer: _Optional[_Union[TransferMessage, _Mapping]] = ..., request: _Optional[_Union[RequestMessage, _Mapping]] = ...) -> None: ...
 
 class StartCommand(_message.Message):
-    __slots__ = ("request", "transfer", "prefilled")
+    __slots__ = ("request", "transfer", "prefilled", "fetched")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
     request: RequestMessage
     transfer: TransferMessage
     prefilled: PrefillReply
-    def __init__(self, request: _Optional[_Union[RequestMessage, _Mapping]] = ..., transfer: _Optional[_Union[TransferMessage, _Mapping]] = ..., prefilled: _Optional[_Union[PrefillReply, _Mapping]] = ...) -> None: ...
+    fetched: str
+    def __init__(self, request: _Optional[_Union[RequestMessage, _Mapping]] = ..., transfer: _Optional[_Union[TransferMessage, _Mapping]] = ..., prefilled: _Optional[_Union[PrefillReply, _Mapping]] = ..., fetched: _Optional[str] = ...) -> None: ...
 
 class StepFrame(_message.Message):
     __slots__ = ("hello", "state", "requests", "replies")

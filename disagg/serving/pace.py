@@ -1,11 +1,12 @@
 """Coalescing under pressure: how long a writer of tokens should leave the event loop to others.
 
-A write that is done at once says that nobody else wants the loop, and the next one may follow at any time. When writes take long, they
-wait for the work of others; then the writer rests a multiple of that, and what comes meanwhile goes in one message. So relaying tokens
-takes at most a share of a busy process, whatever its speed, and an idle one delays nothing.
+Two things say that others want it. A write that takes long waits for their work, while one that is done at once found nobody waiting. And a
+loop that is never idle wants a core all the time: its writes may be quick, but each costs somebody else's turn. Then the writer rests, and
+what comes meanwhile goes in one message. So relaying tokens takes at most a share of a busy process, whatever its speed, and an idle one
+delays nothing.
 
 A single write says little: in a process without a pause many are quick by luck, and in an idle one some are slow. So all writers of a kind
-share one `Pace`, which goes by their mean.
+share one `Pace`, which goes by their mean; and a loop is busy when it was so in two looks in a row.
 """
 
 from __future__ import annotations
@@ -13,25 +14,59 @@ from __future__ import annotations
 import math
 import threading
 import time
+from pathlib import Path
 
 FREE_S = 0.001  # writes that take no longer wait for nobody
 REST = 4.0
 LONGEST_REST_S = 0.02  # less than a decode step of most engines: tokens that come at their pace are not held up
 WEIGHT = 0.25  # of the last write in the mean
-BUSY_SHARE = 0.6  # a loop that wants a core for less of the time has pauses, in which it delays nobody
-FULL_SHARE = 0.9
-WINDOW_S = 0.02
 MEMORY_S = 0.1  # time constant with which a mean without new writes is forgotten
+LOOK_S = 0.02  # between two looks at how busy the loop is
+EASY_SHARE = 0.6  # a loop that wants a core for less of the time has pauses in which tokens are relayed
+BUSY_SHARE = 0.9
+_COUNTS = Path("/proc/thread-self/schedstat")
+
+
+class ThreadLoad:
+    """The share of the time for which the calling thread has a core or waits for one."""
+
+    __slots__ = ("_at_s", "_last", "_share", "_wanted_s")
+
+    def __init__(self) -> None:
+        self._at_s = -math.inf
+        self._wanted_s = 0.0
+        self._last = self._share = 0.0
+
+    def share(self, now_s: float) -> float:
+        """The smaller one of the last two looks; a new look when the latest is LOOK_S old."""
+        elapsed_s = now_s - self._at_s
+        if elapsed_s >= LOOK_S:
+            wanted_s = wanted_core_s()
+            found = (wanted_s - self._wanted_s) / elapsed_s
+            self._share, self._last = min(self._last, found), found
+            self._at_s, self._wanted_s = now_s, wanted_s
+        return self._share
+
+
+class _Loads(threading.local):
+    """One for each event loop: many writers of a process look at once."""
+
+    def __init__(self) -> None:
+        self.of_thread = ThreadLoad()
+
+
+_loads = _Loads()
 
 
 class Pace:
-    """What one kind of writes takes. `wrote` after each, `rest_s` before the next."""
+    """What one kind of writes takes. `wrote` after each, `rest_s` before the next. `load`: by default the calling thread's."""
 
-    __slots__ = ("_at_s", "_mean_s")
+    __slots__ = ("_at_s", "_load", "_mean_s")
 
-    def __init__(self) -> None:
+    def __init__(self, load: ThreadLoad | None = None) -> None:
         self._mean_s = 0.0
         self._at_s = -math.inf
+        self._load = load or _loads.of_thread
 
     def wrote(self, write_s: float) -> float:
         """A write took so long; returns how long to rest now."""
@@ -39,7 +74,7 @@ class Pace:
         self._mean_s *= math.exp(-max(0.0, now_s - write_s - self._at_s) / MEMORY_S)
         self._mean_s += WEIGHT * (write_s - self._mean_s)
         self._at_s = now_s
-        return max(rest_s(self._mean_s), busy_rest_s(_loads.load.share(now_s)))
+        return max(rest_s(self._mean_s), busy_rest_s(self._load.share(now_s)))
 
 
 def rest_s(write_s: float) -> float:
@@ -49,42 +84,13 @@ def rest_s(write_s: float) -> float:
 
 def busy_rest_s(share: float) -> float:
     """How long to rest when the event loop wants a core for `share` of the time."""
-    return LONGEST_REST_S * min(1.0, max(0.0, (share - BUSY_SHARE) / (FULL_SHARE - BUSY_SHARE)))
-
-
-class ThreadLoad:
-    """The share of the time in which the calling thread has a core, or waits for one."""
-
-    __slots__ = ("_at_s", "_share", "_wanted_s")
-
-    def __init__(self) -> None:
-        self._at_s = -math.inf
-        self._wanted_s = 0.0
-        self._share = 0.0
-
-    def share(self, now_s: float) -> float:
-        """Of the last WINDOW_S or somewhat longer."""
-        elapsed_s = now_s - self._at_s
-        if elapsed_s >= WINDOW_S:
-            wanted_s = wanted_core_s()
-            self._share = (wanted_s - self._wanted_s) / elapsed_s
-            self._at_s, self._wanted_s = now_s, wanted_s
-        return self._share
-
-
-class _Loads(threading.local):
-    def __init__(self) -> None:
-        self.load = ThreadLoad()
-
-
-_loads = _Loads()
+    return LONGEST_REST_S * min(1.0, max(0.0, (share - EASY_SHARE) / (BUSY_SHARE - EASY_SHARE)))
 
 
 def wanted_core_s() -> float:
-    """Seconds so far in which the calling thread ran or waited for a core; only those in which it ran where Linux does not count."""
+    """Seconds so far in which the calling thread ran or waited for a core; where the kernel does not count these, in which it ran."""
     try:
-        with open("/proc/thread-self/schedstat", "rb") as file:
-            ran_ns, waited_ns, _ = file.read().split()
+        ran_ns, waited_ns, _ = _COUNTS.read_bytes().split()
     except (OSError, ValueError):
         return time.thread_time()
     return (int(ran_ns) + int(waited_ns)) * 1e-9

@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from contextlib import AbstractContextManager, aclosing
 from typing import Any
 
-from disagg.errors import DisaggError, EngineError, RejectedError, WorkerLostError, to_wire
+from disagg.errors import DisaggError, EngineError, RejectedError, TransferFencedError, WorkerLostError, to_wire
 from disagg.kv.frames import pack_layout
 from disagg.pb import worker_pb2 as pb
 from disagg.serving import worker_rpc_messages as wire
@@ -49,6 +49,7 @@ class Attachment:
         self._rest: asyncio.TimerHandle | None = None
         self._wake = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._fetched: dict[str, tuple[Request, Transfer]] = {}  # by transfer, until it is started or released, or its fetch is cancelled
         self._ended: DisaggError | None = None
         self._state_due_s = 0.0
         self._state_sent_s = 0.0
@@ -190,12 +191,11 @@ class Attachment:
                         prefilled = await self._worker.prefill(request, transfer, self.gateway_id)
                     reply.prefilled.CopyFrom(wire.prefilled_to_wire(prefilled))
                 case "fetch":
-                    asked, transfer = command.fetch, wire.transfer_from_wire(command.fetch.transfer)
-                    known = wire.request_from_wire(asked.request) if asked.HasField("request") else None
-                    with self._spans.span("disagg.worker.fetch", transfer, transfer_id=transfer.transfer_id):
-                        await self._worker.fetch(transfer, known, self.gateway_id)
+                    await self._fetch(command.fetch)
                 case "release":
-                    await self._worker.release(wire.transfer_from_wire(command.release))
+                    transfer = wire.transfer_from_wire(command.release)
+                    self._fetched.pop(transfer.transfer_id, None)
+                    await self._worker.release(transfer)
                 case other:
                     raise EngineError(f"worker {self._worker.name} knows no command {other!r}")
         except DisaggError as error:
@@ -208,18 +208,32 @@ class Attachment:
             self._is_urgent |= command.HasField("prefill")  # a client waits for it
             self._wake.set()
 
+    async def _fetch(self, asked: pb.FetchCommand) -> None:
+        """A request that comes with it is kept for its start, also when the pull fails: the start then says so, in the pull's words."""
+        transfer = wire.transfer_from_wire(asked.transfer)
+        known = None
+        if asked.HasField("request"):
+            known = wire.request_from_wire(asked.request)
+            self._fetched[transfer.transfer_id] = (known, transfer)
+        try:
+            with self._spans.span("disagg.worker.fetch", transfer, transfer_id=transfer.transfer_id):
+                await self._worker.fetch(transfer, known, self.gateway_id)
+        except asyncio.CancelledError:
+            self._fetched.pop(transfer.transfer_id, None)
+            raise
+
     async def _start(self, key: int, command: pb.StartCommand) -> None:
         """One request's tokens from start to end. Never raises: its end is a step."""
         try:
             self._check()
-            request = wire.request_from_wire(command.request)
             is_first = True
-            if command.HasField("transfer"):
+            if command.HasField("prefilled"):
                 is_first = False  # that token was the prefill's
-                transfer, prefilled = wire.transfer_from_wire(command.transfer), wire.prefilled_from_wire(command.prefilled)
+                request, transfer = self._request_of(command)
                 span = self._span("decode", request, transfer)
-                chunks = self._worker.decode(request, prefilled, transfer, self.gateway_id)
+                chunks = self._worker.decode(request, wire.prefilled_from_wire(command.prefilled), transfer, self.gateway_id)
             else:
+                request = wire.request_from_wire(command.request)
                 span, chunks = self._span("generate", request), self._worker.generate(request)
             with span:
                 async with aclosing(chunks) as stream:
@@ -233,6 +247,15 @@ class Attachment:
         except Exception as error:
             log.exception("request %d of gateway %.8s failed", key, self.gateway_id)
             self._fail(key, self._fault(error))
+
+    def _request_of(self, command: pb.StartCommand) -> tuple[Request, Transfer]:
+        """Which request is to be continued, with which KV. Raises TransferFencedError when no fetch has brought it, or it was released."""
+        if not command.fetched:
+            return wire.request_from_wire(command.request), wire.transfer_from_wire(command.transfer)
+        found = self._fetched.pop(command.fetched, None)
+        if found is None:
+            raise TransferFencedError(f"transfer {command.fetched} was released, or never fetched")
+        return found
 
     def _span(self, what: str, request: Request, transfer: Transfer | None = None) -> AbstractContextManager[None]:
         named: dict[str, str | int] = {"request_id": request.request_id, "context_tokens": request.num_context_tokens}

@@ -64,6 +64,7 @@ class RemoteWorker:
         self.layout: KvLayout | None = None  # of the engine's cache; None when the hello did not say
         self._streams: dict[int, RemoteChunks] = {}
         self._replies: dict[int, asyncio.Future[pb.Reply]] = {}
+        self._fetched: dict[str, Request] = {}  # by transfer: what the worker was told of it, and keeps for its start
         self._tasks: set[asyncio.Task[None]] = set()
         self._keys = itertools.count()
         self._heard_s = self._worked_s = time.monotonic()
@@ -136,10 +137,18 @@ class RemoteWorker:
         return wire.prefilled_from_wire(reply.prefilled)
 
     async def fetch(self, transfer: Transfer, request: Request | None = None) -> None:
-        asked = None if request is None else wire.request_to_wire(request)
-        await self._call(pb.Command(fetch=pb.FetchCommand(transfer=wire.transfer_to_wire(transfer), request=asked)), None)
+        asked = None
+        if request is not None:
+            asked = wire.request_to_wire(request)
+            self._fetched[transfer.transfer_id] = request
+        try:
+            await self._call(pb.Command(fetch=pb.FetchCommand(transfer=wire.transfer_to_wire(transfer), request=asked)), None)
+        except BaseException:
+            self._fetched.pop(transfer.transfer_id, None)
+            raise
 
     async def release(self, transfer: Transfer) -> None:
+        self._fetched.pop(transfer.transfer_id, None)
         try:
             await self._call(pb.Command(release=wire.transfer_to_wire(transfer)), CONTROL_TIMEOUT_S)
         except DeadlineError as error:  # this gateway's heartbeats would keep the entry for ever
@@ -148,9 +157,12 @@ class RemoteWorker:
 
     def decode(self, request: Request, prefilled: Prefilled, transfer: Transfer) -> RemoteChunks:
         """Starts at the call, not at the first iteration: the worker decodes while the caller hands the first token on."""
-        command = pb.StartCommand(
-            request=wire.request_to_wire(request), transfer=wire.transfer_to_wire(transfer), prefilled=wire.prefilled_to_wire(prefilled)
-        )
+        command = pb.StartCommand(prefilled=wire.prefilled_to_wire(prefilled))
+        if self._fetched.pop(transfer.transfer_id, None) is request:  # a long prompt travels once
+            command.fetched = transfer.transfer_id
+        else:
+            command.request.CopyFrom(wire.request_to_wire(request))
+            command.transfer.CopyFrom(wire.transfer_to_wire(transfer))
         return self._start(command, request)
 
     def generate(self, request: Request) -> RemoteChunks:
@@ -199,6 +211,7 @@ class RemoteWorker:
         """Nothing of ours is left running on the worker, as far as this side knows."""
         assert not self._streams, f"{self.name}: streams {list(self._streams)} are open"
         assert not self._replies, f"{self.name}: {len(self._replies)} calls are pending"
+        assert not self._fetched, f"{self.name}: fetched and neither started nor released: {list(self._fetched)}"
 
     # ---- machinery
 
@@ -246,7 +259,7 @@ class RemoteWorker:
         """Hand it to the writer: what comes in one burst of the event loop travels in one message, in order."""
         self._outgoing.commands.append(command)
         self._has_outgoing.set()
-        if command.HasField("prefill") or (command.HasField("start") and not command.start.HasField("transfer")):
+        if command.HasField("prefill") or (command.HasField("start") and not command.start.HasField("prefilled")):
             self._is_urgent.set()
 
     async def _write(self, attach: Any) -> None:

@@ -224,6 +224,35 @@ async def remote() -> AsyncIterator[tuple[Cluster, RemoteWorker]]:
         yield c, c.pool.members["colocated-0"].worker
 
 
+async def test_a_prompt_travels_to_its_decode_worker_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes with the fetch, and the worker keeps it for the start; a release makes it forget."""
+    async with cluster(speed=200) as c:
+        p, d = (c.pool.members[name].worker for name in ("prefill-0", "decode-0"))
+        kept = c.workers["decode-0"]._servicer._attachments[c.pool.gateway_id]._fetched
+        sent: list[pb.Command] = []
+        send = d._send
+        monkeypatch.setattr(d, "_send", lambda command: (sent.append(command), send(command)))
+        await c.ask_right(c.request(500, 5))
+        asked = [command.fetch.HasField("request") for command in sent if command.HasField("fetch")]
+        starts = [command.start for command in sent if command.HasField("start")]
+        assert asked == [True]
+        assert [bool(start.fetched) for start in starts] == [True]
+        assert not starts[0].HasField("request")
+        request = c.request(50, 5)
+        transfer = Transfer(new_id(), 0, p.address, 50, hash_tokens(request.prompt_token_ids))
+        prefilled = await p.prefill(request, transfer)
+        await d.fetch(transfer, request)
+        assert list(kept) == [transfer.transfer_id]
+        await asyncio.gather(d.release(transfer), p.release(transfer))
+        assert not kept
+        forgotten = pb.StartCommand(fetched=transfer.transfer_id, prefilled=worker_rpc_messages.prefilled_to_wire(prefilled))
+        for chunks in (d.decode(request, prefilled, transfer), d._start(forgotten, request)):
+            with pytest.raises(TransferFencedError, match="released"):
+                await _drain(chunks)
+        await c.settle()
+        c.assert_empty()
+
+
 async def test_one_message_per_step_for_all_requests(remote: tuple[Cluster, RemoteWorker]) -> None:
     """24 requests decode together: the gateway gets about one frame per step of the engine, not one per token."""
     c, worker = remote

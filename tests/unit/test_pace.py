@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,10 +23,41 @@ def test_an_idle_process_rests_never_and_a_busy_one_in_proportion() -> None:
     assert pace.rest_s(10.0) == pace.LONGEST_REST_S
 
 
+class Idle(pace.ThreadLoad):
+    """A loop with nothing else to do, whatever this machine does."""
+
+    def share(self, now_s: float) -> float:
+        return 0.0
+
+
+def test_a_loop_without_a_pause_rests_though_its_writes_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = wanted_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(pace, "wanted_core_s", lambda: wanted_s)
+    writer = pace.Pace(pace.ThreadLoad())
+    rests_s = []
+    for busy in (0.0, 1.0, 0.0, 1.0, 1.0, 0.75, 0.0):  # one busy look is no pressure
+        now_s += 0.025
+        wanted_s += busy * 0.025
+        rests_s.append(writer.wrote(0.0))
+    assert rests_s[:4] == [0.0] * 4
+    assert rests_s[4:] == pytest.approx([pace.LONGEST_REST_S, pace.LONGEST_REST_S / 2, 0.0])
+
+
+def test_a_thread_that_computes_wants_a_core_and_one_that_sleeps_does_not() -> None:
+    def wanted_share(work: Callable[[], object]) -> float:
+        began_s, wanted_s = time.monotonic(), pace.wanted_core_s()
+        while time.monotonic() < began_s + 0.2:
+            work()
+        return (pace.wanted_core_s() - wanted_s) / (time.monotonic() - began_s)
+
+    assert wanted_share(lambda: None) > 2 * wanted_share(lambda: time.sleep(0.05))
+
+
 def test_one_slow_write_is_no_pressure_many_are_and_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    writer = pace.Pace()
+    writer = pace.Pace(Idle())
     assert writer.wrote(2 * pace.FREE_S) == 0.0
     for _ in range(20):
         now_s += 2 * pace.FREE_S
@@ -53,6 +85,7 @@ async def attachment(monkeypatch: pytest.MonkeyPatch) -> Attachment:
     monkeypatch.setattr(pace, "LONGEST_REST_S", LONG_S)
     worker: Any = IdleWorker()
     attachment = Attachment("g", worker, 60.0, WorkerSpans(None, "w"))
+    attachment._pace = pace.Pace(Idle())
     attachment._add(1, Chunk((Token(1),)), is_urgent=True)
     await attachment.next_frame()  # has the state, which is due no more
     return attachment
