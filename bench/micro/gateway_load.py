@@ -21,6 +21,7 @@ from typing import Any
 
 from bench.micro.grpc_wire import Connection
 from disagg.config import Topology, parse_topology
+from disagg.launch.heap import settle_heap
 from disagg.pb import inference_pb2 as pb
 from disagg.slo import percentile
 from disagg.types import Role
@@ -134,6 +135,7 @@ async def serve_worker(role: str, decode_speed: str) -> None:
     from disagg.serving.start import start_worker
 
     server = await start_worker(topology(1, 1, 0.0, float(decode_speed)), Role(role), role)
+    settle_heap()
     say(json.dumps([role, role, server.target]))
     await asyncio.to_thread(os.read, 0, 1)
     await server.close()
@@ -146,6 +148,7 @@ async def serve_gateway(targets: str) -> None:
     gateway = await Gateway.start(topology(1, 1, 0.0), None)
     for name, role, target in json.loads(targets):
         await gateway.pool.join(name, Role(role), target)
+    settle_heap()
     say(gateway.endpoint)
     await asyncio.to_thread(os.read, 0, 1)
     await gateway.close()

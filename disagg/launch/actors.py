@@ -23,6 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from disagg.config import Topology
 from disagg.errors import DisaggError, EngineError, LayoutMismatchError, PlacementError
+from disagg.launch.heap import settle_heap
 from disagg.launch.processes import descendants, me
 from disagg.launch.report import ActorProcesses, DeploymentStatus, WorkerReport, WorkerStatus
 from disagg.launch.session import LOCAL_HOST
@@ -126,6 +127,7 @@ class WorkerActor:
             log.exception("worker %s could not start", plan.name)
             raise EngineError(f"worker {plan.name} could not start: {type(error).__name__}: {error}") from error
         self._server = server
+        settle_heap()
         self._watch = asyncio.create_task(self._die_with(server))
         loading_s = time.monotonic() - self._born_s
         log.info("worker %s serves at %s, epoch %s, after %.1f s", plan.name, server.target, server.epoch, loading_s)
@@ -241,6 +243,7 @@ class GatewayActor:
         except Exception as error:
             log.exception("the gateway could not start")
             raise EngineError(f"the gateway could not start: {type(error).__name__}: {error}") from error
+        settle_heap()
         await self._find_workers()
         return self._gateway
 
