@@ -37,7 +37,8 @@ class Plan:
     or at the goodput where that is lower.
 
     `disagg`, `colocated`: the best of each kind; `disagg` may be adaptive, and is None where no pair of pools fits the GPUs.
-    `turns`: changes that would turn the verdict, by the formulas' trend. `screened`: plans that the formulas saw; `runs`: simulations.
+    `turns`: changes that would turn the verdict, by the formulas' trend. `screened`: plans that the formulas saw; `runs`: simulations;
+    `cut`: of them, ended early.
     """
 
     question: Question
@@ -51,6 +52,7 @@ class Plan:
     turns: tuple[str, ...]
     screened: int
     runs: int
+    cut: int
 
     @property
     def ratio(self) -> float | None:
@@ -86,12 +88,13 @@ def make_plan(
     # Another process cannot be heard meanwhile.
     first, second = mapped(partial(raced, say=say) if mapped is map else raced, [question] * 2, kinds)
     colocated, two_pools = first.best, second.best
-    trials, runs = [*first.trials, *second.trials], first.runs + second.runs
+    trials, runs, cut = [*first.trials, *second.trials], first.runs + second.runs, first.cut + second.cut
     assert colocated is not None
     if two_pools is not None and (adaptive := adaptive_of(two_pools.candidate, question)) is not None:
         say(f"{runs} simulations; now {adaptive.name}")
-        trial = Trials(question).goodput(adaptive, two_pools.goodput_rps or 1.0, tolerance=TOLERANCE, rival_rps=two_pools.goodput_rps)
-        runs += trial.num_runs
+        runner = Trials(question)
+        trial = runner.goodput(adaptive, two_pools.goodput_rps or 1.0, tolerance=TOLERANCE, rival_rps=two_pools.goodput_rps)
+        runs, cut = runs + runner.num_runs, cut + runner.num_cut
         trials.append(trial)
         two_pools = best_of([two_pools, trial])
     chosen, verdict = judge(two_pools, colocated)
@@ -108,7 +111,7 @@ def make_plan(
         say(f"{runs} simulations; now both winners under other lengths")
         duels = flips(question, two_pools, colocated, screen, mapped)
         turns = turning_points(question, two_pools, colocated, screen)
-    return Plan(question, ordered, at_rate, two_pools, colocated, chosen, verdict, duels, turns, len(found), runs + 2 * len(duels))
+    return Plan(question, ordered, at_rate, two_pools, colocated, chosen, verdict, duels, turns, len(found), runs + 2 * len(duels), cut)
 
 
 def _ordered(trials: Sequence[Trial], winners: Sequence[Trial]) -> tuple[Trial, ...]:
@@ -131,18 +134,23 @@ def _at_rate(question: Question, trials: Sequence[Trial], mapped: Mapped) -> tup
 
 @dataclass(frozen=True, slots=True)
 class Raced:
-    """What came of one kind of plan: the best one (None: there is no such plan), all that were simulated, and in how many runs."""
+    """What came of one kind of plan: the best one (None: there is no such plan), all that were simulated, and in how many runs.
+
+    `cut`: runs that ended early.
+    """
 
     best: Trial | None
     trials: tuple[Trial, ...]
     runs: int
+    cut: int
 
 
 def raced(question: Question, ranked: Sequence[Screened], say: Say = lambda text: None) -> Raced:
     """Simulate the first few of one kind, then whatever beats the best of them one step away."""
-    race = _Race(Screen(question), Trials(question), say)
+    runner = Trials(question)
+    race = _Race(Screen(question), runner, say)
     best = race.run(ranked)
-    return Raced(best, tuple(race.trials), sum(trial.num_runs for trial in race.trials))
+    return Raced(best, tuple(race.trials), runner.num_runs, runner.num_cut)
 
 
 class _Race:

@@ -39,6 +39,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "turning_points": list(plan.turns),
         "screened": plan.screened,
         "runs": plan.runs,
+        "cut_runs": plan.cut,
         "simulated": True,
     }
 
@@ -216,7 +217,8 @@ def _notes(plan: Plan) -> str:
     best = plan.chosen.best
     notes = [f"note: {note}" for note in plan.question.load.trace.notes]
     notes.append(
-        f"{plan.screened} plans screened, {plan.runs} simulations of {LEAST_REQUESTS} to about {plan.question.requests:,} requests"
+        f"{plan.screened} plans screened, {plan.runs} simulations of {LEAST_REQUESTS} to about {plan.question.requests:,} requests, "
+        f"{plan.cut} of which ended early, when too many had missed"
     )
     if best is not None and best.span_s < _SHORT * best.e2e_s:
         notes.append(
