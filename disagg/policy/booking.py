@@ -40,6 +40,8 @@ class Booking:
         self._reserved_output = ask.kv_tokens - ask.context_tokens
         self._kv_tokens = ask.kv_tokens if holds_kv else 0
         self._source_kv_tokens = 0 if pair.is_colocated else ask.context_tokens
+        self._source_seats = 0 if pair.is_colocated else 1
+        self._seats = 1 if holds_kv else 0
         self._spread, self._spread_tokens = ask.spread, ask.spread_tokens
         self.box_bytes = ask.box_bytes
         self._busy_s = pair.second.busy_s
@@ -62,6 +64,7 @@ class Booking:
         a.prefill_tokens += self._tokens
         a.kv_tokens += self._source_kv_tokens
         a.unseen_kv_tokens += self._source_kv_tokens
+        a.seats += self._source_seats
         if self._passes:
             source.takes_passer(self.key, self._tokens, now_s)
         else:
@@ -72,6 +75,7 @@ class Booking:
             sink.coming_at[self.key] = (self._arrives_s, self._target_s, self._spread)
         sink.accounts.kv_tokens += self._kv_tokens
         sink.accounts.unseen_kv_tokens += self._kv_tokens
+        sink.accounts.seats += self._seats
         if self._is_coming:
             sink.accounts.coming += 1
             sink.accounts.coming_tokens += self.request.num_context_tokens
@@ -154,6 +158,7 @@ class Booking:
         self._is_open = False
         a = self.sink.accounts
         a.kv_tokens -= self._kv_tokens
+        a.seats -= self._seats
         if self._is_unseen:
             a.unseen_kv_tokens -= self._kv_tokens
         if self._is_decoding:
@@ -176,6 +181,7 @@ class Booking:
         a.prefill_tokens -= self._tokens
         a.kv_tokens -= self._source_kv_tokens
         a.unseen_kv_tokens -= self._source_kv_tokens
+        a.seats -= self._source_seats
         source.gave(self.key, now_s)
         if self._passes:
             source.passing_tokens -= self._tokens

@@ -17,7 +17,7 @@ class Outline:
 
     __slots__ = (
         "_feed_s", "_mixed_s", "_most_tokens", "_whole_step_s", "at_s", "chunk_tokens", "context_tokens", "cost", "decodes", "duty",
-        "free_kv_tokens", "gap_s", "late_per_s", "overhead_s", "step_s",
+        "free_kv_tokens", "free_seats", "gap_s", "late_per_s", "overhead_s", "step_s",
     )  # fmt: skip
 
     def __init__(
@@ -31,8 +31,9 @@ class Outline:
         chunk_tokens: int,
         most_tokens: int,
         free_kv_tokens: int,
+        free_seats: int,
     ) -> None:
-        """`most_tokens`: prompt tokens that a step takes while nobody decodes."""
+        """`most_tokens`: prompt tokens that a step takes while nobody decodes. `free_seats`: so many further requests run at once."""
         self.at_s = at_s
         self.cost = cost
         self.overhead_s = overhead_s
@@ -41,6 +42,7 @@ class Outline:
         self.step_s = self.gap_s = step_s
         self.chunk_tokens = chunk_tokens
         self.free_kv_tokens = free_kv_tokens
+        self.free_seats = free_seats
         self.duty = self.late_per_s = 0.0
         self._most_tokens = most_tokens
         self._mixed_s: float | None = None

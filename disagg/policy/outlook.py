@@ -126,10 +126,8 @@ def _places(ask: Ask, w: WorkerBook, o: Outline) -> float:
     by_room = max(0, o.free_kv_tokens) // max(1, ask.kv_tokens)
     if w.accounts.kv_tokens == 0:
         by_room = max(1, by_room)
+    by_room = min(by_room, max(0, o.free_seats))
     decodes = o.decodes + w.accounts.coming
-    limit = w.state.max_running_requests
-    if limit:
-        by_room = min(by_room, max(0, limit - decodes))
     if ask.targets.tpot_s is None or not by_room or o.cost.alone_s(ask.context_tokens) >= ask.targets.tpot_s:
         return by_room
     room_s = ask.targets.tpot_s * (1.0 - o.duty) - o.gap_s * (1.0 - o.duty)

@@ -202,9 +202,22 @@ def weigh_second(w: WorkerBook, ask: Ask, standing: Standing, ready_s: float = 0
     return SecondLeg(w, cost, tpot_s, w.until_let_in_s(busy_s, o) if busy_s > 0.0 else 0.0)
 
 
-def has_kv_room(w: WorkerBook, ask: Ask, standing: Standing) -> bool:
-    """A worker that holds nothing of ours is never too small: the total was checked when the request came."""
-    return w.accounts.kv_tokens == 0 or ask.kv_tokens <= w.outline(standing.now_s).free_kv_tokens
+def has_room(w: WorkerBook, ask: Ask, standing: Standing) -> bool:
+    """A seat in the batch, and KV for prompt and answer. A worker that holds nothing of ours is never too small: the total was checked
+    when the request came."""
+    a = w.accounts
+    if a.seats == 0:
+        return True
+    o = w.outline(standing.now_s)
+    return o.free_seats > 0 and ask.kv_tokens <= o.free_kv_tokens
+
+
+def has_prompt_room(w: WorkerBook, ask: Ask, standing: Standing) -> bool:
+    """The same for a prompt whose answer is decoded elsewhere."""
+    if w.accounts.seats == 0:
+        return True
+    o = w.outline(standing.now_s)
+    return o.free_seats > 0 and ask.context_tokens <= o.free_kv_tokens
 
 
 def has_outbox_room(w: WorkerBook, ask: Ask) -> bool:
@@ -245,7 +258,7 @@ class Router:
             soonest = min(firsts.values(), key=_cost)
             ready_s = soonest.wait_s + soonest.prefill_s + self.hand_over.seconds(ask.box_bytes)
         seconds = {w.name: weigh_second(w, ask, standing, ready_s) for w in _least_full(standing, ask, shortlist)}
-        found = [] if self.mode is Mode.COLOCATED else self._apart(ask, firsts, seconds)
+        found = [] if self.mode is Mode.COLOCATED else self._apart(ask, firsts, seconds, standing)
         if self.mode is not Mode.DISAGG:
             found += self._colocated(ask, firsts, seconds, standing, extra_s)
         if not found:
@@ -271,16 +284,16 @@ class Router:
         pairs = []
         for w in dict.fromkeys([leg.worker for leg in firsts.values()] + [leg.worker for leg in seconds.values()]):
             second = seconds.get(w.name)
-            if not (second is not None and ask.moves_kv) and not has_kv_room(w, ask, standing):  # `seconds` have room
+            if not (second is not None and ask.moves_kv) and not has_room(w, ask, standing):  # `seconds` have room
                 continue
             first = firsts.get(w.name) or weigh_first(w, ask, standing, extra_s.get(w.name, 0.0))
             second = second or weigh_second(w, ask, standing)
             pairs.append(Pair(first, second, first.cost + second.cost, 0.0))
         return pairs
 
-    def _apart(self, ask: Ask, firsts: dict[str, FirstLeg], seconds: dict[str, SecondLeg]) -> list[Pair]:
+    def _apart(self, ask: Ask, firsts: dict[str, FirstLeg], seconds: dict[str, SecondLeg], standing: Standing) -> list[Pair]:
         """Pairs of two workers: the best few first legs with the best few second legs."""
-        sources = _best([leg for leg in firsts.values() if has_outbox_room(leg.worker, ask)])
+        sources = _best([leg for leg in firsts.values() if has_outbox_room(leg.worker, ask) and has_prompt_room(leg.worker, ask, standing)])
         sinks = _best([leg for leg in seconds.values() if has_inbox_room(leg.worker, ask)])
         if not ask.moves_kv:
             return [Pair(first, second, first.cost, 0.0) for first in sources for second in sinks if first.worker is not second.worker]
@@ -309,9 +322,14 @@ class Router:
 
 
 def _shortage(ask: Ask, standing: Standing) -> str:
-    if not any(has_kv_room(w, ask, standing) for w in standing.sinks):
-        most = max((w.outline(standing.now_s).free_kv_tokens for w in standing.sinks), default=0)
+    if not any(has_room(w, ask, standing) for w in standing.sinks):
+        free = [o for w in standing.sinks if (o := w.outline(standing.now_s)).free_seats > 0]
+        if not free:
+            return "all workers run as many requests as they can"
+        most = max(o.free_kv_tokens for o in free)
         return f"no worker has room for {ask.kv_tokens} KV tokens (the emptiest has {max(0, most)})"
+    if not any(has_prompt_room(w, ask, standing) for w in standing.sources):
+        return f"no worker has room for a prompt of {ask.context_tokens} tokens"
     return "the outboxes or inboxes of all workers are full"
 
 
@@ -352,8 +370,8 @@ def _least_full(standing: Standing, ask: Ask, shortlist: int) -> Iterable[Worker
     """The emptiest of those that have room."""
     sinks = standing.sinks
     if len(sinks) <= SHORTLIST:
-        return [w for w in sinks if has_kv_room(w, ask, standing)] if ask.moves_kv else sinks
-    return itertools.islice((w for w in standing.least_full() if not ask.moves_kv or has_kv_room(w, ask, standing)), shortlist)
+        return [w for w in sinks if has_room(w, ask, standing)] if ask.moves_kv else sinks
+    return itertools.islice((w for w in standing.least_full() if not ask.moves_kv or has_room(w, ask, standing)), shortlist)
 
 
 LegT = TypeVar("LegT", FirstLeg, SecondLeg)

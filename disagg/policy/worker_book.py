@@ -19,6 +19,7 @@ from disagg.types import EngineState, Role, StepRecord
 DUTY_S = 3.0  # time constant of the share of time that prompts take from decoding
 LATE_S = 45.0  # time constant of how often steps were longer than decoding requests like
 UNKNOWN_STEP_TOKENS = 2048
+UNKNOWN_SEATS = 1 << 30  # of an engine that does not tell how many requests it runs at once
 STUCK_STEPS = 4.0  # a decoding worker that is silent for so many of its steps is slow, and the slower the longer it is silent
 STUCK_MIN_S = 0.5
 FRESH_S = 0.05  # what depends on time alone may be so old
@@ -40,7 +41,7 @@ class Accounts:
 
     `prefills` with their `prefill_tokens` until the first token; `coming` are prompts that will decode here, with their `coming_tokens`,
     until then; `decodes` with their `context_tokens` and expected `output_tokens` from then to the end;
-    `kv_tokens` reserved, of which `unseen_kv_tokens` cannot show in the worker's reports yet; bytes in the boxes.
+    `kv_tokens` reserved, of which `unseen_kv_tokens` cannot show in the worker's reports yet, and `seats` in its batch; bytes in the boxes.
     """
 
     prefills: int = 0
@@ -53,6 +54,7 @@ class Accounts:
     spread_tokens: float = 0.0
     kv_tokens: int = 0
     unseen_kv_tokens: int = 0
+    seats: int = 0
     outbox_bytes: int = 0
     inbox_bytes: int = 0
     groups: dict[float, int] = field(default_factory=dict)  # decodes by their target of seconds per token
@@ -60,7 +62,7 @@ class Accounts:
     @property
     def is_empty(self) -> bool:
         requests = (self.prefills, self.prefill_tokens, self.coming, self.coming_tokens, self.decodes)
-        room = (self.kv_tokens, self.unseen_kv_tokens, self.outbox_bytes, self.inbox_bytes)
+        room = (self.kv_tokens, self.unseen_kv_tokens, self.seats, self.outbox_bytes, self.inbox_bytes)
         return not any(requests) and not any(room) and not self.groups
 
 
@@ -204,7 +206,9 @@ class WorkerBook:
         chunk = max(min(limit - self.pass_tokens, limit - decodes), limit // 4, 1)
         room = state.total_kv_tokens - a.kv_tokens
         unseen = state.free_kv_tokens - a.unseen_kv_tokens
-        o = Outline(now_s, cost, overhead_s, decodes, context, step_s, chunk, most, room if room < unseen else unseen)
+        most_seats = state.max_running_requests
+        seats = most_seats - a.seats - self._foreign if most_seats else UNKNOWN_SEATS
+        o = Outline(now_s, cost, overhead_s, decodes, context, step_s, chunk, most, room if room < unseen else unseen, seats)
         since_s = max(0.0, now_s - self._learned_s)
         if self._duty:
             o.duty = self._duty * math.exp(-since_s / DUTY_S)
