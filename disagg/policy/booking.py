@@ -31,6 +31,8 @@ class Booking:
         self.prefix: Sequence[int] = ()  # identities of its context's blocks
         self.first_token_s: float | None = None
         self.output_tokens = 0
+        self.told_tokens = 1  # of them when its class last learned from it, and from how many on it learns again
+        self.tell_at_tokens: float = 2
         holds_kv = ask.moves_kv or pair.is_colocated
         self._tokens = ask.context_tokens - pair.first.cached_tokens
         self._prefill_s = pair.first.prefill_s

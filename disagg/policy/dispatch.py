@@ -16,6 +16,7 @@ A worker is given its next prompt only when it is about to run dry, so order and
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from disagg.config import AdmissionSettings, SloClass
@@ -202,8 +203,22 @@ class Dispatcher:
     def progress(self, key: int, output_tokens: int, now_s: float) -> None:
         """So many tokens of the answer have come. An answer longer than expected keeps more room."""
         booking = self._bookings.get(key)
-        if booking is not None and booking.progress(output_tokens, now_s):
+        if booking is None:
+            return
+        is_long = booking.progress(output_tokens, now_s)
+        if output_tokens >= booking.tell_at_tokens:
+            self._outlasts(booking)
+        if is_long:
             booking.reserve(self._lengths(booking.request.slo_class).reserve(booking.request, output_tokens))
+
+    def _outlasts(self, booking: Booking) -> None:
+        """An answer that goes on teaches what to expect, too."""
+        prior, tokens = len(booking.request.prior_output), booking.output_tokens
+        if booking.request.sampling.ignore_eos:
+            booking.tell_at_tokens = math.inf
+        else:
+            booking.tell_at_tokens = self._lengths(booking.request.slo_class).outlasts(prior + booking.told_tokens, prior + tokens) - prior
+            booking.told_tokens = tokens
 
     def end(self, key: int, now_s: float, *, is_whole: bool) -> None:
         """Give back everything. `is_whole`: the answer came to its end, and its length teaches what to expect."""
@@ -212,7 +227,8 @@ class Dispatcher:
             return
         booking.end(now_s)
         if is_whole and not booking.request.sampling.ignore_eos:
-            self._lengths(booking.request.slo_class).learn(len(booking.request.prior_output) + booking.output_tokens)
+            prior = len(booking.request.prior_output)
+            self._lengths(booking.request.slo_class).learn(prior + booking.output_tokens, prior + booking.told_tokens)
 
     def assert_empty(self) -> None:
         """Nobody waits and nothing is booked."""
