@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from disagg.policy.outputs import TELL_FROM, Keep
 from disagg.policy.router import Ask, Pair
 from disagg.policy.worker_book import WorkerBook
 from disagg.types import Request
@@ -32,7 +33,7 @@ class Booking:
         self.first_token_s: float | None = None
         self.output_tokens = 0
         self.told_tokens = 1  # of them when its class last learned from it, and from how many on it learns again
-        self.tell_at_tokens: float = 2
+        self.tell_at_tokens: float = TELL_FROM
         holds_kv = ask.moves_kv or pair.is_colocated
         self._tokens = ask.context_tokens - pair.first.cached_tokens
         self._prefill_s = pair.first.prefill_s
@@ -41,6 +42,7 @@ class Booking:
         self._expected_output = ask.output_tokens
         self._reserved_output = ask.kv_tokens - ask.context_tokens
         self._kv_tokens = ask.kv_tokens if holds_kv else 0
+        self._kv_variance = ask.kv_variance if holds_kv else 0
         self._source_kv_tokens = 0 if pair.is_colocated else ask.context_tokens
         self._source_seats = 0 if pair.is_colocated else 1
         self._seats = 1 if holds_kv else 0
@@ -77,6 +79,7 @@ class Booking:
             sink.coming_at[self.key] = (self._arrives_s, self._target_s, self._spread)
         sink.accounts.kv_tokens += self._kv_tokens
         sink.accounts.unseen_kv_tokens += self._kv_tokens
+        sink.accounts.kv_variance += self._kv_variance
         sink.accounts.seats += self._seats
         if self._is_coming:
             sink.accounts.coming += 1
@@ -140,11 +143,13 @@ class Booking:
             self.sink.heard_s = now_s
         return self._moves_kv and output_tokens > self._reserved_output
 
-    def reserve(self, output_tokens: int) -> None:
+    def reserve(self, keep: Keep) -> None:
         """Keep room for so many tokens of answer."""
-        more = output_tokens - self._reserved_output
-        if more > 0 and self._is_open:
-            self._reserved_output = output_tokens
+        more = keep.tokens - self._reserved_output
+        if self._is_open and self._moves_kv:
+            self.sink.accounts.kv_variance += keep.variance - self._kv_variance
+            self._kv_variance = keep.variance
+            self._reserved_output = keep.tokens
             self._kv_tokens += more
             self.sink.accounts.kv_tokens += more
             if self._is_unseen:
@@ -160,6 +165,7 @@ class Booking:
         self._is_open = False
         a = self.sink.accounts
         a.kv_tokens -= self._kv_tokens
+        a.kv_variance -= self._kv_variance
         a.seats -= self._seats
         if self._is_unseen:
             a.unseen_kv_tokens -= self._kv_tokens

@@ -130,7 +130,7 @@ class Dispatcher:
             output_tokens=lengths.mean(request),
             spread=lengths.spread(request),
             spread_tokens=lengths.spread_mean(request),
-            reserve_tokens=lengths.reserve(request),
+            keep=lengths.reserve(request),
             work_s=self._members.typical.prefill_s(request.num_context_tokens, 0, 2048),
             box_bytes=request.num_context_tokens * self.model.kv_bytes_per_token,
             prefix=prefix,
@@ -208,6 +208,7 @@ class Dispatcher:
         is_long = booking.progress(output_tokens, now_s)
         if output_tokens >= booking.tell_at_tokens:
             self._outlasts(booking)
+            is_long = True
         if is_long:
             booking.reserve(self._lengths(booking.request.slo_class).reserve(booking.request, output_tokens))
 
@@ -408,7 +409,8 @@ class Dispatcher:
             output_tokens=waiter.output_tokens,
             spread=waiter.spread,
             spread_tokens=waiter.spread_tokens,
-            kv_tokens=context + waiter.reserve_tokens,
+            kv_tokens=context + waiter.keep.tokens,
+            kv_variance=waiter.keep.variance,
             box_bytes=waiter.box_bytes,
             moves_kv=waiter.request.remaining_tokens > 1,
             targets=waiter.targets,

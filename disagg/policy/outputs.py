@@ -3,13 +3,14 @@
 Lengths in logarithmic buckets, old answers fading. An answer that runs on says that it is longer than so many tokens; left out, whoever
 comes to a fresh class would meet the short answers alone, because those end first. So what is learned is the share that ends in each
 bucket of those that reach it (Kaplan & Meier 1958), and a distribution follows from that. Three readings: the mean, for times; likely
-lengths with their shares, for delays; and a cautious quantile, for KV room. The bound is the request's own `max_tokens`; a request that
+lengths with their shares, for delays; and what it will hold, for KV room. The bound is the request's own `max_tokens`; a request that
 ignores the end token runs exactly to it.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from disagg.policy.targets import Spread
 from disagg.types import Request
@@ -19,16 +20,28 @@ NUM_BUCKETS = 17 * BUCKETS_PER_DOUBLING  # up to 131,072 tokens
 FORGET = 1.0 / 500  # weight that an answer loses with each further one
 UNKNOWN_TOKENS = 512  # expected of a class without answers yet
 UNKNOWN_WEIGHT = 4.0  # of that guess, in answers
-RESERVE_QUANTILE = 0.8
+MANY_DOUBT = 0.3  # standard deviations that each of some fifty answers adds when twice that of their sum is kept
 SPREAD_AT = (0.02, 0.05, 0.1, 0.2, 0.4, 1.0)  # shares of answers, the shortest first, between which they are taken together
+TELL_FROM = 64  # tokens of an answer, from which on its length teaches while it runs
+TELL_BUCKETS = 2  # and how much longer it gets between two times
 SUMMED_UP = 16  # things learned until they are summed up anew
 NONE_LEFT = 1e-6
+
+
+LENGTHS = tuple([math.ceil(2.0 ** ((bucket + 1) / BUCKETS_PER_DOUBLING)) for bucket in range(NUM_BUCKETS)])  # the longest of each
+
+
+class Keep(NamedTuple):
+    """Room for an answer: `tokens` expected, and the variance of that, in tokens squared."""
+
+    tokens: int
+    variance: int
 
 
 class OutputLengths:
     """Answer lengths of one class."""
 
-    __slots__ = ("_age", "_ended", "_mean", "_mean_inverse", "_outlasted", "_shares", "_spread", "_tokens")
+    __slots__ = ("_age", "_ended", "_longest", "_mean", "_mean_inverse", "_outlasted", "_reach", "_shares", "_spread", "_tokens")
 
     def __init__(self) -> None:
         self._ended = [0.0] * NUM_BUCKETS  # answers that ended there, and the sum of their tokens
@@ -53,7 +66,7 @@ class OutputLengths:
         for bucket in range(_bucket(told), last):
             self._outlasted[bucket] += 1.0
             self._grow_old()
-        return math.ceil(2.0 ** ((last + 1) / BUCKETS_PER_DOUBLING))
+        return LENGTHS[min(NUM_BUCKETS - 1, last + TELL_BUCKETS)]
 
     def _add(self, tokens: int, told: int, weight: float) -> None:
         last = _bucket(tokens)
@@ -100,6 +113,12 @@ class OutputLengths:
             bucket = min(NUM_BUCKETS - 1, longest + BUCKETS_PER_DOUBLING)
             shares[bucket] += left
             self._count(left, 2.0 ** ((bucket + 0.5) / BUCKETS_PER_DOUBLING))
+            longest = bucket
+        self._longest = longest
+        reach, self._reach = 1.0, []  # the share of all answers that get to a bucket
+        for share in shares:
+            self._reach.append(reach)
+            reach -= share
         self._spread = self._spread_now()
 
     def _count(self, share: float, tokens: float) -> None:
@@ -135,23 +154,31 @@ class OutputLengths:
             return remaining
         return min(remaining, max(1.0, 1.0 / self._mean_inverse))
 
-    def reserve(self, request: Request, generated: int = 0) -> int:
-        """Output tokens to keep room for, `generated` of them there already: few answers run longer."""
+    def reserve(self, request: Request, generated: int = 0) -> Keep:
+        """What to keep of a KV cache for the answer, `generated` tokens of it there already.
+
+        Answers that share a cache do not all end late: so much is kept as they are expected to hold, prompts included, at the moment at
+        which that is most, and how far it may be off is added up over all of them.
+        """
         remaining = max(1, request.remaining_tokens)
         if request.sampling.ignore_eos:
-            return remaining
-        wanted = self._quantile_above(len(request.prior_output) + generated) - len(request.prior_output)
-        return min(remaining, max(generated + 1, wanted))
-
-    def _quantile_above(self, tokens: int) -> int:
-        """The length that RESERVE_QUANTILE of the answers longer than `tokens` do not exceed."""
-        first = _bucket(tokens + 1)
-        left = sum(self._shares[first:]) * RESERVE_QUANTILE
-        for bucket in range(first, NUM_BUCKETS):
-            left -= self._shares[bucket]
-            if left <= 0 and self._shares[bucket] > 0:
-                return math.ceil(2 ** ((bucket + 1) / BUCKETS_PER_DOUBLING))
-        return 2 * tokens + 16  # longer than anything seen
+            return Keep(remaining, 0)
+        prior, prompt = len(request.prior_output), request.num_prompt_tokens
+        first, longest = _bucket(prior + generated + 1), prior + remaining
+        reached = self._reach[first]
+        if reached <= NONE_LEFT:  # longer than anything seen
+            return Keep(min(remaining, 2 * generated + prior + 16), 0)
+        most, share, held = 0.0, 1.0, prompt + prior + generated + 1
+        for bucket in range(first, self._longest + 1):
+            tokens = min(longest, LENGTHS[bucket])
+            alive = self._reach[bucket] / reached
+            likely = (alive + MANY_DOUBT * math.sqrt(alive * (1.0 - alive))) * (prompt + tokens)
+            if likely > most:
+                most, share, held = likely, alive, prompt + tokens
+            if tokens == longest:
+                break
+        wanted = round(share * held) - prompt - prior
+        return Keep(min(remaining, max(generated + 1, wanted)), round(share * (1.0 - share) * held * held))
 
 
 def _bucket(tokens: int) -> int:

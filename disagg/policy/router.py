@@ -19,6 +19,7 @@ decode worker, or an answer to a prefill worker, when that is cheaper for all co
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from disagg.policy.hand_over import HandOver
 from disagg.policy.outline import Outline
 from disagg.policy.standing import SHORTLIST, Standing
 from disagg.policy.targets import EASE, KNEE, Spread, Targets, late_regret, regret
-from disagg.policy.worker_book import WorkerBook
+from disagg.policy.worker_book import KV_DOUBT, WorkerBook
 from disagg.types import Mode, Role
 
 LATE_WEIGHT = 0.15  # of a step that is longer than a decoding request's target by that target, against a regret of 1
@@ -45,7 +46,8 @@ CROSS_HOST_BYTES_PER_S = 1e9
 
 @dataclass(slots=True)
 class Ask:
-    """What one request asks of its workers. `waited_s`: since its arrival. `output_tokens`: expected; `kv_tokens`: to reserve.
+    """What one request asks of its workers. `waited_s`: since its arrival. `output_tokens`: expected; `kv_tokens`: to reserve,
+    with the `kv_variance` of that.
 
     `spread`: over how many of them a delay is spread, by likelihood; `spread_tokens`: the harmonic mean of those.
 
@@ -58,6 +60,7 @@ class Ask:
     spread: Spread
     spread_tokens: float
     kv_tokens: int
+    kv_variance: int
     box_bytes: int
     moves_kv: bool
     targets: Targets
@@ -209,7 +212,12 @@ def has_room(w: WorkerBook, ask: Ask, standing: Standing) -> bool:
     if a.seats == 0:
         return True
     o = w.outline(standing.now_s)
-    return o.free_seats > 0 and ask.kv_tokens <= o.free_kv_tokens
+    room = o.free_kv_tokens - ask.kv_tokens
+    if room < 0 or o.free_seats <= 0:
+        return False
+    if ask.kv_variance == 0:
+        return True
+    return room >= KV_DOUBT * (math.sqrt(a.kv_variance + ask.kv_variance) - math.sqrt(a.kv_variance))
 
 
 def has_prompt_room(w: WorkerBook, ask: Ask, standing: Standing) -> bool:

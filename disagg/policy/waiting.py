@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from disagg.policy.decision import Prediction
+from disagg.policy.outputs import Keep
 from disagg.policy.targets import NO_TTFT_DEADLINE_S, Spread, Targets
 from disagg.types import Request
 
@@ -34,7 +35,7 @@ class Waiter:
     output_tokens: float
     spread: Spread
     spread_tokens: float
-    reserve_tokens: int
+    keep: Keep
     work_s: float
     box_bytes: int
     prefix: Sequence[int] = ()

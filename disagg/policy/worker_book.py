@@ -18,6 +18,7 @@ from disagg.types import EngineState, Role, StepRecord
 
 DUTY_S = 3.0  # time constant of the share of time that prompts take from decoding
 LATE_S = 45.0  # time constant of how often steps were longer than decoding requests like
+KV_DOUBT = 2.0  # standard deviations of what answers will hold together that are kept beyond what is expected
 UNKNOWN_STEP_TOKENS = 2048
 UNKNOWN_SEATS = 1 << 30  # of an engine that does not tell how many requests it runs at once
 STUCK_STEPS = 4.0  # a decoding worker that is silent for so many of its steps is slow, and the slower the longer it is silent
@@ -41,7 +42,8 @@ class Accounts:
 
     `prefills` with their `prefill_tokens` until the first token; `coming` are prompts that will decode here, with their `coming_tokens`,
     until then; `decodes` with their `context_tokens` and expected `output_tokens` from then to the end;
-    `kv_tokens` reserved, of which `unseen_kv_tokens` cannot show in the worker's reports yet, and `seats` in its batch; bytes in the boxes.
+    `kv_tokens` reserved, of which `unseen_kv_tokens` cannot show in the worker's reports yet, and `kv_variance` of which says how far off
+    they may be together; `seats` in its batch; bytes in the boxes.
     """
 
     prefills: int = 0
@@ -54,6 +56,7 @@ class Accounts:
     spread_tokens: float = 0.0
     kv_tokens: int = 0
     unseen_kv_tokens: int = 0
+    kv_variance: int = 0
     seats: int = 0
     outbox_bytes: int = 0
     inbox_bytes: int = 0
@@ -62,7 +65,7 @@ class Accounts:
     @property
     def is_empty(self) -> bool:
         requests = (self.prefills, self.prefill_tokens, self.coming, self.coming_tokens, self.decodes)
-        room = (self.kv_tokens, self.unseen_kv_tokens, self.seats, self.outbox_bytes, self.inbox_bytes)
+        room = (self.kv_tokens, self.unseen_kv_tokens, self.kv_variance, self.seats, self.outbox_bytes, self.inbox_bytes)
         return not any(requests) and not any(room) and not self.groups
 
 
@@ -204,7 +207,7 @@ class WorkerBook:
         if decodes and 0 < state.mixed_step_tokens < limit:
             limit = state.mixed_step_tokens
         chunk = max(min(limit - self.pass_tokens, limit - decodes), limit // 4, 1)
-        room = state.total_kv_tokens - a.kv_tokens
+        room = state.total_kv_tokens - a.kv_tokens - math.ceil(KV_DOUBT * math.sqrt(a.kv_variance))
         unseen = state.free_kv_tokens - a.unseen_kv_tokens
         most_seats = state.max_running_requests
         seats = most_seats - a.seats - self._foreign if most_seats else UNKNOWN_SEATS
