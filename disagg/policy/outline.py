@@ -17,7 +17,7 @@ class Outline:
 
     __slots__ = (
         "_feed_s", "_mixed_s", "_most_tokens", "_whole_step_s", "at_s", "chunk_tokens", "context_tokens", "cost", "decodes", "duty",
-        "free_kv_tokens", "free_seats", "gap_s", "late_per_s", "overhead_s", "step_s",
+        "free_kv_tokens", "free_seats", "fullness", "gap_s", "late_per_s", "overhead_s", "step_s",
     )  # fmt: skip
 
     def __init__(
@@ -43,6 +43,7 @@ class Outline:
         self.chunk_tokens = chunk_tokens
         self.free_kv_tokens = free_kv_tokens
         self.free_seats = free_seats
+        self.fullness = 0.0
         self.duty = self.late_per_s = 0.0
         self._most_tokens = most_tokens
         self._mixed_s: float | None = None

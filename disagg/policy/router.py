@@ -35,6 +35,8 @@ from disagg.types import Mode, Role
 
 LATE_WEIGHT = 0.15  # of a step that is longer than a decoding request's target by that target, against a regret of 1
 ROLE_BIAS = 0.03
+FULL_FROM = 0.5
+FULL_WEIGHT = 0.2
 # What a latency that is inside its target counts, for those who decode where a prompt goes. With EASE, 30 answers that would hardly notice
 # outweigh a fifth of a second of the prompt's own, and decode workers idle beside a growing queue.
 NEIGHBOURS_EASE = 0.05
@@ -197,6 +199,8 @@ def weigh_second(w: WorkerBook, ask: Ask, standing: Standing, ready_s: float = 0
                 cost += count * (regret(share) - regret(o.gap_s / other_s))
     if o.late_per_s > 0.0:
         cost += LATE_WEIGHT * o.late_per_s * ask.output_tokens * tpot_s
+    if o.fullness > FULL_FROM:
+        cost += FULL_WEIGHT * (o.fullness - FULL_FROM)
     if w.role is Role.PREFILL:
         cost += ROLE_BIAS
     if w.name in ask.avoid:

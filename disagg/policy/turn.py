@@ -23,10 +23,11 @@ def is_any_ready(standing: Standing, settings: AdmissionSettings, spent: Collect
 
 
 def is_ready(source: WorkerBook, settings: AdmissionSettings, wait_s: float, o: Outline) -> bool:
-    """Whether a worker is about to run dry: a wait for the step under way is none."""
+    """Whether a worker is about to run dry, or its next step to begin half empty: a wait for the step under way is none."""
     if not source.prefilling:
         return True
-    if wait_s > FEED_S and wait_s > o.feed_s:
+    near_s = max(FEED_S, o.feed_s)
+    if wait_s > near_s and not (source.tail_s < o.feed_s and wait_s - source.tail_s <= near_s and source.shares_a_step):
         return False
     return source.accounts.prefills < settings.max_prefills_per_worker
 

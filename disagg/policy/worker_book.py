@@ -100,6 +100,7 @@ class WorkerBook:
         self._long_step_s = 0.0  # of the last prompt of several steps
         self.tail_steps = 0  # steps of the last of them
         self.tail_room = 0  # tokens left in the last of those
+        self.tail_s = 0.0  # seconds of that one
         self.heard_s = now_s  # of a step or a token
         self.last_used_s = 0.0
         self.overhead_s = 0.0  # learned: what a first token takes beyond the engine's own steps
@@ -212,6 +213,8 @@ class WorkerBook:
         most_seats = state.max_running_requests
         seats = most_seats - a.seats - self._foreign if most_seats else UNKNOWN_SEATS
         o = Outline(now_s, cost, overhead_s, decodes, context, step_s, chunk, most, room if room < unseen else unseen, seats)
+        if most_seats and state.total_kv_tokens:
+            o.fullness = 1.0 - min(o.free_seats / most_seats, o.free_kv_tokens / state.total_kv_tokens)
         since_s = max(0.0, now_s - self._learned_s)
         if self._duty:
             o.duty = self._duty * math.exp(-since_s / DUTY_S)
@@ -340,9 +343,11 @@ class WorkerBook:
             chunk = self.outline(now_s).chunk_tokens
             self.tail_steps = -(-rest // chunk)
             self.tail_room = -rest % chunk
-            self._long_step_s = seconds / self.tail_steps if self.tail_steps > 1 else 0.0
+            self.tail_s = seconds / self.tail_steps
+            self._long_step_s = self.tail_s if self.tail_steps > 1 else 0.0
         else:
             self.tail_room -= shared
+            self.tail_s += seconds
         self.prefilling[key] = seconds
         self.busy_until_s = max(now_s, self.busy_until_s) + seconds
 
