@@ -205,7 +205,7 @@ class WorkerBook:
         gap_s = cost.step_s(0, 0, decodes + a.coming, context + a.coming_tokens) if a.coming and decodes + a.coming > 1 else step_s
         state = self.state
         most = limit = state.max_step_tokens or UNKNOWN_STEP_TOKENS
-        if (decodes or a.coming) and 0 < state.mixed_step_tokens < limit:
+        if (decodes or a.coming > len(self.coming_at)) and 0 < state.mixed_step_tokens < limit:
             limit = state.mixed_step_tokens
         chunk = max(min(limit - self.pass_tokens, limit - decodes), limit // 4, 1)
         room = state.total_kv_tokens - a.kv_tokens - math.ceil(KV_DOUBT * math.sqrt(a.kv_variance))
