@@ -12,7 +12,8 @@ class Outline:
     `step_s`: a step of those (of an empty worker: of the first request to come). `gap_s`: seconds per token once those that are coming
     are there too, prompts there lately included. `chunk_tokens`: prompt tokens that a step takes beside the decodes. `duty`: share of its
     time that prompts lately took from decoding, 0 to 0.95; `late_per_s`: steps too long for decoding, per second, each counted by how much
-    too long it was. What few ask for is worked out when they do.
+    too long it was. `fullness`: the part of its seats, or of its KV, that is taken, whichever is more. What few ask for is worked out when
+    they do.
     """
 
     __slots__ = (

@@ -26,9 +26,7 @@ TELL_FROM = 64  # tokens of an answer, from which on its length teaches while it
 TELL_BUCKETS = 2  # and how much longer it gets between two times
 SUMMED_UP = 16  # things learned until they are summed up anew
 NONE_LEFT = 1e-6
-
-
-LENGTHS = tuple([math.ceil(2.0 ** ((bucket + 1) / BUCKETS_PER_DOUBLING)) for bucket in range(NUM_BUCKETS)])  # the longest of each
+LENGTHS = tuple([math.ceil(math.pow(2.0, (bucket + 1) / BUCKETS_PER_DOUBLING)) for bucket in range(NUM_BUCKETS)])  # longest of each
 
 
 class Keep(NamedTuple):

@@ -9,7 +9,7 @@ serving picks from all pairs. What a pair costs is a sum of regrets (policy/targ
                         + a little for every step that is longer than those requests' target
     second leg on d     regret of this request's TPOT beside d's others, prompts there lately included
                         + of each request decoding on d: the growth of its TPOT by one more
-                        + a little for each too long step that it must expect there
+                        + a little for each too long step that it must expect there, and for what little room is left on d
     p unlike d          the hand-over, spread over each likely length of the answer: the short ones lose their target by it first
 
 The sum is separable but for the hand-over, so the best pair is found in time P + D. Roles are a preference and no more: a prompt goes to a
@@ -29,14 +29,15 @@ from disagg.policy.decision import Candidate, Prediction
 from disagg.policy.hand_over import HandOver
 from disagg.policy.outline import Outline
 from disagg.policy.standing import SHORTLIST, Standing
-from disagg.policy.targets import EASE, KNEE, Spread, Targets, late_regret, regret
+from disagg.policy.targets import EASE, FIRST_KNEE, KNEE, Spread, Targets, late_regret, regret
 from disagg.policy.worker_book import KV_DOUBT, WorkerBook
 from disagg.types import Mode, Role
 
 LATE_WEIGHT = 0.15  # of a step that is longer than a decoding request's target by that target, against a regret of 1
 ROLE_BIAS = 0.03
-FULL_FROM = 0.5
+# What a worker's last seats, or its last KV, are worth: without them it takes no prompts either. From FULL_FROM of them on.
 FULL_WEIGHT = 0.2
+FULL_FROM = 0.5
 # What a latency that is inside its target counts, for those who decode where a prompt goes. With EASE, 30 answers that would hardly notice
 # outweigh a fifth of a second of the prompt's own, and decode workers idle beside a growing queue.
 NEIGHBOURS_EASE = 0.05
@@ -133,7 +134,7 @@ def weigh_first(w: WorkerBook, ask: Ask, standing: Standing, extra_s: float = 0.
         prefill_s = core_s + o.overhead_s
     else:
         passing = None
-    cost = regret((ask.waited_s + wait_s + prefill_s) / ask.targets.ttft_scale_s)
+    cost = regret((ask.waited_s + wait_s + prefill_s) / ask.targets.ttft_scale_s, EASE, FIRST_KNEE)
     if w.coming_at:
         cost += _delay_cost(w, o, now_s + wait_s, core_s)
     if o.decodes:

@@ -11,7 +11,8 @@ SOFT_TTFT_S = 2.0
 SOFT_TPOT_S = 0.1
 NO_TTFT_DEADLINE_S = 60.0  # in the order of the queue
 Spread = tuple[tuple[float, float], ...]  # likely lengths of an answer: tokens after the first, and the share of answers that have so many
-KNEE = 0.88  # of a target: from here on a latency is at risk of missing it
+KNEE = 0.88  # of a TPOT's target: from here on it is at risk of missing that
+FIRST_KNEE = 0.8  # of a TTFT's: it hangs on one wait and one prompt, where a TPOT is a mean of many steps
 STEEP = 125.0
 EASE = 0.5
 MISSED = 1.25  # beyond it the target is lost, and a little more delay hardly matters
@@ -47,8 +48,8 @@ class Targets:
 
 
 def slope(share: float) -> float:
-    """Growth of the regret around `share`, smoothed: for many requests whose shares lie about it."""
-    return EASE + STEEP * (MISSED - KNEE) * min(1.0, max(0.0, (share - 0.5) / 0.5))
+    """Growth of a TTFT's regret around `share`, smoothed: for many requests whose shares lie about it."""
+    return EASE + STEEP * (MISSED - FIRST_KNEE) * min(1.0, max(0.0, (share - 0.5) / 0.5))
 
 
 def late_regret(tpot_s: float, delay_s: float, spread: Spread, target_s: float) -> float:
@@ -66,14 +67,14 @@ def late_regret(tpot_s: float, delay_s: float, spread: Spread, target_s: float) 
     return delayed - regret(tpot_s / target_s)
 
 
-def regret(share: float, ease: float = EASE) -> float:
+def regret(share: float, ease: float = EASE, knee: float = KNEE) -> float:
     """How bad a latency of `share` times its target is: gentle below, steep around the target, flat again once it is lost.
 
     Gentle (`ease` per target), so that among pairs that all meet the target the quicker one wins; steep, so that a pair which might miss
     loses to any that does not; flat, so that a request that cannot be saved costs no other one its target.
     """
-    if share <= KNEE:
+    if share <= knee:
         return ease * share
     if share >= MISSED:
-        return ease * share + STEEP * (MISSED - KNEE) ** 2
-    return ease * share + STEEP * (share - KNEE) ** 2
+        return ease * share + STEEP * (MISSED - knee) ** 2
+    return ease * share + STEEP * (share - knee) ** 2

@@ -25,6 +25,27 @@ def test_kv_room_is_kept_for_the_whole_answer() -> None:
     assert second in grants
 
 
+def test_a_full_batch_takes_neither_answers_nor_prompts() -> None:
+    rig = Rig(Mode.ADAPTIVE, prefill=0, decode=2, state=replace(STATE, max_running_requests=2))
+    held = [rig.decoding(rig.grant(100, 200)) for _ in range(4)]
+    waiting = rig.submit(10, 5)
+    assert waiting not in rig.decide()[0]
+    gone = held.pop()
+    rig.end(gone.key)
+    grants, _ = rig.decide()
+    assert {grants[waiting].route.prefill, grants[waiting].route.decode} == {gone.route.decode}
+    for grant in (*held, grants[waiting]):
+        rig.end(grant.key)
+    rig.dispatcher.assert_empty()
+
+
+def test_the_last_seats_of_a_worker_are_spared() -> None:
+    """Answers so short and few that their steps alone would keep them together: they spread once a batch is half full."""
+    rig = Rig(Mode.ADAPTIVE, prefill=2, decode=1, state=replace(STATE, max_running_requests=4))
+    decodes = [rig.decoding(rig.grant(10, 200)).route.decode for _ in range(6)]
+    assert decodes.count("d0") < 4
+
+
 def test_boxes_bound_what_moves() -> None:
     rig = Rig(state=replace(STATE, inbox_total_bytes=50_000))
     first = rig.grant(300)

@@ -40,6 +40,34 @@ def test_likely_lengths_keep_to_what_the_request_says() -> None:
     assert OutputLengths().spread(request())[0][0] > 100
 
 
+def test_answers_that_run_on_are_not_forgotten() -> None:
+    """One in ten has ended after 20 tokens, the others are at 900: a fresh class whose short answers end first."""
+    lengths = OutputLengths()
+    for index in range(200):
+        if index % 10 == 0:
+            lengths.learn(20)
+        else:
+            lengths.outlasts(1, 900)
+    assert lengths.mean(request()) > 800
+    assert sum(share for tokens, share in lengths.spread(request()) if tokens < 30) == pytest.approx(0.1, abs=0.05)
+
+
+def test_room_is_kept_for_answers_together() -> None:
+    """Half of the answers have 100 tokens, half 1,000: of many, half are gone when the others are long; one may be long itself."""
+    lengths = OutputLengths()
+    for index in range(400):
+        lengths.learn(100 if index % 2 else 1000)
+    keep = lengths.reserve(request())
+    assert 450 < keep.tokens < 700
+    assert keep.tokens + 2 * keep.variance**0.5 > 1000
+    later = lengths.reserve(request(), generated=200)
+    assert 1000 <= later.tokens < 1200
+    assert later.variance < 200**2
+    assert lengths.reserve(request(max_tokens=50)).tokens <= 50
+    assert lengths.reserve(request(max_tokens=50, ignore_eos=True)) == (50, 0)
+    assert lengths.reserve(request(), generated=4000).tokens > 4000
+
+
 def test_a_delay_costs_what_the_short_answers_lose() -> None:
     """A second is 2.5 ms per token of 400, and 250 ms per token of 5: those miss a target of 100 ms."""
     spread = learned().spread(request())
