@@ -1,6 +1,6 @@
 """Predictions against end-to-end measurements that no constant was fitted on.
 
-    python -m bench.perf_check --tables DIR [--table FILE] [--json]
+    python -m bench.perf_check --tables DIR [--table FILE] [--as GPU=KIN] [--json]
 
 Reads from DIR, which is not part of this repository:
 
@@ -13,6 +13,8 @@ Reads from DIR, which is not part of this repository:
   rule out), prompts in steps of 8,192 tokens (vLLM's own choice on large GPUs), KV in fp8 where the weights are (several rows would not
   fit otherwise) and no column kv_dtype says another.
 - vllm_requests/GPU_MODEL_requests.csv: one open run, request by request, replayed at its own arrivals (--step-tokens, --max-seqs).
+
+`--as GPU=KIN` computes GPU with the kernel constants that were fitted on KIN: what to expect of devices that nobody fitted.
 
 10 ms stand between client and engine in both (HTTP, tokenizer, vLLM's own queues). Exit 1 when a bound is missed.
 """
@@ -29,7 +31,7 @@ import re
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ import numpy as np
 
 from disagg.config import SimulatedSettings
 from disagg.errors import ConfigError
-from disagg.perf.hardware import Dtype, find_device
+from disagg.perf.hardware import DEVICES, Device, Dtype, find_device
 from disagg.perf.model_config import find_dtype
 from disagg.perf.shapes import find_shape
 from disagg.sim.closed_loop import Served, closed_loop, open_loop
@@ -180,6 +182,17 @@ def simulate_row(row: dict[str, str]) -> list[Served]:
     return open_loop(settings, [(at_s, inputs, outputs) for at_s in gaps], OVERHEAD_S)
 
 
+def borrowed(own: Device, kin: Device) -> Device:
+    """`own` with its peaks and memory, and the shares of them that `kin`'s kernels reach."""
+    return replace(
+        own,
+        bf16=replace(kin.bf16, flops=own.bf16.flops),
+        fp8=replace(kin.fp8, flops=own.fp8.flops),
+        attention=kin.attention,
+        fabric=kin.fabric,
+    )
+
+
 def _dtype(name: str, key: str) -> Dtype:
     """Also where more follows the type: "fp8_static" is fp8."""
     try:
@@ -243,21 +256,34 @@ def judge(name: str, rows: Sequence[Compared], bounds: dict[str, float]) -> list
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parsed and checked; a device that `--as` gives other kernels has them from now on."""
     parser.add_argument("--tables", type=Path, help="folder of the measured tables")
     parser.add_argument("--table", type=Path, action="append", default=[], help="one closed-loop table of any name; repeatable")
     parser.add_argument("--json", action="store_true", help="rows and verdicts as JSON")
     parser.add_argument("--step-tokens", type=int, default=2048, help="max_num_batched_tokens of the open runs")
     parser.add_argument("--max-seqs", type=int, default=128, help="max_num_seqs of the open runs")
+    parser.add_argument("--as", dest="kin", metavar="GPU=KIN", help="compute GPU with the kernel constants of KIN")
     args = parser.parse_args()
-    rows: list[Compared] = []
-    verdicts: list[dict[str, Any]] = []
     if args.tables is None and not args.table:
         parser.error("--tables DIR or --table FILE is needed")
     for path in (*args.table, *([args.tables] if args.tables else [])):
         if not path.exists():
             parser.error(f"{path} does not exist")
+    if args.kin:
+        try:
+            own, kin = (find_device(name) for name in args.kin.partition("=")[::2])
+        except ConfigError as error:
+            parser.error(f"--as: {error}")
+        DEVICES[own.name] = borrowed(own, kin)
+    return args
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args = _arguments(parser)
+    rows: list[Compared] = []
+    verdicts: list[dict[str, Any]] = []
     tables = [*args.table, *(sorted(args.tables.glob("measured_*.csv")) if args.tables else [])]
     for path in tables:
         try:

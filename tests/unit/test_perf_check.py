@@ -12,6 +12,7 @@ import pytest
 
 from bench import perf_check
 from disagg.config import SimulatedSettings
+from disagg.perf.hardware import find_device
 from disagg.sim.closed_loop import Served, closed_loop, open_loop
 
 SETTINGS = SimulatedSettings(shape="llama-3.1-8b", gpu="h100", tp=1)
@@ -114,3 +115,10 @@ def test_headings_for_people_times_in_seconds_and_what_a_row_may_leave_out(tmp_p
     served = perf_check.simulate_row(row)
     sent_s = max(s.sent_s for s in served)
     assert len(served) / sent_s == pytest.approx(2, rel=0.15)
+
+
+def test_kernels_of_another_device_under_the_own_peaks() -> None:
+    own, kin = find_device("l40s"), find_device("h100")
+    found = perf_check.borrowed(own, kin)
+    assert (found.name, found.bandwidth, found.bf16.flops) == (own.name, own.bandwidth, own.bf16.flops)
+    assert (found.bf16.compute, found.fp8.weights, found.attention) == (kin.bf16.compute, kin.fp8.weights, kin.attention)
