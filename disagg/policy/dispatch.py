@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from disagg.config import AdmissionSettings, SloClass
@@ -70,7 +71,7 @@ class Dispatcher:
         self._admission = admission
         self._targets = {c.name: Targets.of(c) for c in classes}
         tpot_s = min((t.tpot_s for t in self._targets.values() if t.tpot_s is not None), default=SOFT_TPOT_S)
-        self._outputs: dict[str, OutputLengths] = {}
+        self._outputs: defaultdict[str, OutputLengths] = defaultdict(OutputLengths)
         self._members = Members(mode, priors or {}, pass_tokens or {}, tpot_s)
         self._waiting = WaitingQueue()
         self._bookings: dict[int, Booking] = {}
@@ -400,7 +401,7 @@ class Dispatcher:
             waiter.work_s = self._members.typical.prefill_s(most + 1 - cached, cached, 2048)
 
     def _lengths(self, name: str) -> OutputLengths:
-        return self._outputs.setdefault(name, OutputLengths())
+        return self._outputs[name]
 
     def _ask(self, waiter: Waiter, now_s: float) -> Ask:
         context = waiter.request.num_context_tokens
