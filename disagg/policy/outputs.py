@@ -23,10 +23,10 @@ UNKNOWN_WEIGHT = 4.0  # of that guess, in answers
 MANY_DOUBT = 0.3  # standard deviations that each of some fifty answers adds when twice that of their sum is kept
 SPREAD_AT = (0.02, 0.05, 0.1, 0.2, 0.4, 1.0)  # shares of answers, the shortest first, between which they are taken together
 TELL_FROM = 64  # tokens of an answer, from which on its length teaches while it runs
-TELL_BUCKETS = 2  # and how much longer it gets between two times
+TELL_BUCKETS = 2  # whole ones that it gets through between two times
 SUMMED_UP = 16  # things learned until they are summed up anew
 NONE_LEFT = 1e-6
-LENGTHS = tuple([math.ceil(math.pow(2.0, (bucket + 1) / BUCKETS_PER_DOUBLING)) for bucket in range(NUM_BUCKETS)])  # longest of each
+LENGTHS = tuple([math.ceil(math.pow(2.0, (bucket + 1) / BUCKETS_PER_DOUBLING)) for bucket in range(NUM_BUCKETS)])  # beyond each
 
 
 class Keep(NamedTuple):
@@ -105,7 +105,7 @@ class OutputLengths:
             longest = bucket
             if ended > 0.0:
                 shares[bucket] = left * ended / (ended + outlasted)
-                left -= shares[bucket]
+                left = max(0.0, left - shares[bucket])  # the share is rounded: it may be more than all that is left
                 self._count(shares[bucket], self._tokens[bucket] / ended)
         if left > NONE_LEFT:  # longer than anything seen: as long again
             bucket = min(NUM_BUCKETS - 1, longest + BUCKETS_PER_DOUBLING)
@@ -116,7 +116,7 @@ class OutputLengths:
         reach, self._reach = 1.0, []  # the share of all answers that get to a bucket
         for share in shares:
             self._reach.append(reach)
-            reach -= share
+            reach = max(0.0, reach - share)
         self._spread = self._spread_now()
 
     def _count(self, share: float, tokens: float) -> None:

@@ -52,6 +52,22 @@ def test_answers_that_run_on_are_not_forgotten() -> None:
     assert sum(share for tokens, share in lengths.spread(request()) if tokens < 30) == pytest.approx(0.1, abs=0.05)
 
 
+def test_what_was_guessed_at_first_may_be_forgotten_to_the_last_bit() -> None:
+    """After 18,000 answers that are all shorter the guess is nothing beside them, and shares that are rounded may exceed 1 together."""
+    lengths, few, many = OutputLengths(), 0.002, 5.0
+    begun = replace(request(), prior_output=(1,) * 30)
+    for shift in range(400):
+        lengths._ended[17], lengths._ended[23], lengths._ended[36] = many + shift / 7, few + shift / 3, 1e-18
+        lengths._outlasted[17:23] = [few + shift / 3] * 6
+        lengths._outlasted[23:36] = [1e-18] * 13
+        lengths._tokens = [20.0 * n for n in lengths._ended]
+        lengths._sum_up()
+        assert min(lengths._shares) >= 0.0
+        assert min(lengths._reach) >= 0.0
+        assert lengths.reserve(request()).variance >= 0
+        assert lengths.reserve(begun, generated=10).tokens > 10
+
+
 def test_room_is_kept_for_answers_together() -> None:
     """Half of the answers have 100 tokens, half 1,000: of many, half are gone when the others are long; one may be long itself."""
     lengths = OutputLengths()
