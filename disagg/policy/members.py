@@ -151,8 +151,8 @@ def _known(prior: StepCost, books: Sequence[WorkerBook]) -> StepCost:
     """Of prompts what a typical one knows that has run them, of decoding what one knows that has decoded, and else the prior."""
     written = [w for w in books if w.fit.num_prompt_steps >= ENOUGH_STEPS]
     decoded = [w for w in books if w.fit.num_steps - w.fit.num_prompt_steps >= ENOUGH_STEPS]
-    of_prompts = _median(written).fit.cost if written else prior
-    of_decodes = _median(decoded).fit.cost if decoded else of_prompts
+    of_prompts = _median(written).fit.own_cost() if written else prior
+    of_decodes = _median(decoded).fit.own_cost() if decoded else of_prompts
     return replace(of_prompts, base_s=of_decodes.base_s, decode_s=of_decodes.decode_s, context_s=of_decodes.context_s)
 
 

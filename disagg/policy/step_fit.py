@@ -75,8 +75,10 @@ class StepFit:
     __slots__ = (
         "_cost",
         "_factor_log",
+        "_first_prior",
         "_mean_row",
         "_memories",
+        "_own_values",
         "_pace_s",
         "_prior",
         "_ridge_tokens",
@@ -93,8 +95,8 @@ class StepFit:
         floor = (GENERIC.base_s, GENERIC.token_s, GENERIC.token_s, GENERIC.pair_s, GENERIC.decode_s, GENERIC.context_s)
         # Units in which coefficients are near 1, also where the prior knows nothing of one.
         self._scales = [max(value, 0.05 * least) for value, least in zip(given, floor, strict=True)]
-        self._prior = self._in_scale(prior)
-        self._values = list(self._prior)
+        self._prior = self._first_prior = self._in_scale(prior)
+        self._values, self._own_values = list(self._prior), list(self._prior)  # the latter: as if nobody had told it anything
         self._memories = (_Memory(), _Memory())
         self._mean_row = [0.0] * _N
         self._factor_log = 0.0
@@ -107,18 +109,30 @@ class StepFit:
     def cost(self) -> StepCost:
         """As learned so far; worked out when it is asked for."""
         if self._cost is None:
-            factor = math.exp(self._factor_log)
-            v, s = self._values, self._scales  # written out, as all that is done for each step
-            self._cost = StepCost(
-                v[0] * s[0] * factor,
-                v[1] * s[1] * factor,
-                v[2] * s[2] * factor,
-                v[3] * s[3] * factor,
-                v[4] * s[4] * factor,
-                v[5] * s[5] * factor,
-                self._ridge_tokens,
-            )
+            self._cost = self._cost_of(self._values, math.exp(self._factor_log))
         return self._cost
+
+    def _cost_of(self, v: Sequence[float], factor: float) -> StepCost:
+        s = self._scales  # written out, as all that is done for each step
+        return StepCost(
+            v[0] * s[0] * factor,
+            v[1] * s[1] * factor,
+            v[2] * s[2] * factor,
+            v[3] * s[3] * factor,
+            v[4] * s[4] * factor,
+            v[5] * s[5] * factor,
+            self._ridge_tokens,
+        )
+
+    def own_cost(self) -> StepCost:
+        """What its own steps say, beside what was believed at its start: for others to lean on.
+
+        Not `cost`: what others have told it would come back to them, each time by the factor larger, and what no step shows (prompts above
+        the ridge, where none is so long) would grow for as long as all are slow.
+        """
+        self._descend(self._own_values, self._first_prior)
+        own, now = _dot(self._mean_row, self._own_values), _dot(self._mean_row, self._values)
+        return self._cost_of(self._own_values, math.exp(self._factor_log) * (now / own if own > 0 and now > 0 else 1.0))
 
     @property
     def pace_s(self) -> float:
@@ -168,8 +182,12 @@ class StepFit:
         self._cost = self._pace_s = None
 
     def lean_on(self, known: StepCost) -> None:
-        """Take `known` for the prior from now on: what equal workers have learned says more than what was believed at the start."""
-        prior = self._in_scale(known)
+        """Take `known` for the prior from now on: what equal workers have learned says more than what was believed at the start.
+
+        It has the present speed in it, as the factor has: coefficients are without.
+        """
+        factor = math.exp(self._factor_log)
+        prior = [value / factor for value in self._in_scale(known)]
         if all(abs(new - old) <= NEWS * old for new, old in zip(prior, self._prior, strict=True)):
             return
         self._prior = prior
@@ -184,7 +202,15 @@ class StepFit:
         return [value / scale for value, scale in zip(given, self._scales, strict=True)]
 
     def _solve(self) -> None:
-        """Non-negative least squares by coordinate descent, from the present values on."""
+        """Coefficients from the steps that are remembered, and the prior."""
+        before_s = _dot(self._mean_row, self._values)
+        self._descend(self._values, self._prior)
+        after_s = _dot(self._mean_row, self._values)
+        if before_s > 0 and after_s > 0:  # what the coefficients have taken up is no longer the factor's
+            self._factor_log += math.log(before_s / after_s)
+
+    def _descend(self, values: list[float], prior: Sequence[float]) -> None:
+        """Non-negative least squares by coordinate descent, from these values on, in place."""
         gram = [[0.0] * _N for _ in range(_N)]
         few, many = self._memories
         for value, other, (i, j) in zip(few.gram, many.gram, _PAIRS, strict=True):
@@ -192,15 +218,10 @@ class StepFit:
         right = [a + b for a, b in zip(few.right, many.right, strict=True)]
         for i in range(_N):
             gram[i][i] += PRIOR_WEIGHT
-            right[i] += PRIOR_WEIGHT * self._prior[i]
-        before_s = _dot(self._mean_row, self._values)
-        values = self._values
+            right[i] += PRIOR_WEIGHT * prior[i]
         for _ in range(SWEEPS):
             for i in range(_N):
                 values[i] = max(0.0, values[i] + (right[i] - _dot(gram[i], values)) / gram[i][i])
-        after_s = _dot(self._mean_row, values)
-        if before_s > 0 and after_s > 0:  # what the coefficients have taken up is no longer the factor's
-            self._factor_log += math.log(before_s / after_s)
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:

@@ -9,7 +9,7 @@ import pytest
 
 from disagg.policy.decision import Verdict
 from disagg.types import Mode, Role
-from tests.policy_rig import STATE, Rig
+from tests.policy_rig import COST, STATE, Rig
 
 # ---- which pair
 
@@ -98,6 +98,22 @@ def test_what_a_prompt_costs_is_known_of_a_worker_that_has_only_decoded() -> Non
     short = rig.decoding(rig.grant(50, 400, "chat"))
     assert short.route.decode == "d0"
     assert rig.pair(1500)[0] == "p0", "nobody decodes there"
+
+
+def test_what_workers_tell_each_other_does_not_come_back_to_them() -> None:
+    """All are twice as slow for a while, and no step shows what tokens above the ridge cost: about twice as much, and no more."""
+    rig = Rig(Mode.ADAPTIVE)
+    for second in range(40):
+        rig.now_s += 1.1
+        for name in ("p0", "d0"):
+            rig.steps(name, 4, factor=2.0 if 10 <= second < 25 else 1.0)
+            rig.now_s += 0.01
+            rig.steps(name, 1, factor=2.0 if 10 <= second < 25 else 1.0, prompt=16)
+        rig.decide()
+        for name in ("p0", "d0"):
+            predicted_s = rig.dispatcher.workers[name].fit.cost.prefill_s(2000, 0, 512)
+            assert predicted_s < 3 * COST.prefill_s(2000, 0, 512), second
+    assert predicted_s == pytest.approx(COST.prefill_s(2000, 0, 512), rel=0.3)
 
 
 def test_adaptive_uses_any_worker_when_only_one_role_is_left() -> None:
