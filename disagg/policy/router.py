@@ -226,8 +226,12 @@ def has_room(w: WorkerBook, ask: Ask, standing: Standing) -> bool:
 
 
 def has_prompt_room(w: WorkerBook, ask: Ask, standing: Standing) -> bool:
-    """The same for a prompt whose answer is decoded elsewhere."""
-    if w.accounts.seats == 0:
+    """The same for a prompt whose answer is decoded elsewhere.
+
+    Where nothing decodes, other prompts are all that it waits for, in the engine. It is sent before they end, as ever, and a long one would
+    wait for ever at the gateway if shorter ones could always take what is left.
+    """
+    if not (w.accounts.decodes or w.accounts.coming):
         return True
     o = w.outline(standing.now_s)
     return o.free_seats > 0 and ask.context_tokens <= o.free_kv_tokens

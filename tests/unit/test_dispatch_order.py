@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from disagg.errors import InvalidRequestError
-from disagg.types import Mode
+from disagg.types import Mode, Role
 from tests.policy_rig import STATE, Rig
 
 # ---- room
@@ -37,6 +37,26 @@ def test_a_full_batch_takes_neither_answers_nor_prompts() -> None:
     for grant in (*held, grants[waiting]):
         rig.end(grant.key)
     rig.dispatcher.assert_empty()
+
+
+def test_a_prompt_that_needs_a_whole_prefill_worker_is_not_passed_by_shorter_ones_for_ever() -> None:
+    rig = Rig(prefill=0, decode=1)
+    rig.join("p", Role.PREFILL, replace(STATE, total_kv_tokens=10_000, free_kv_tokens=10_000))
+    worker, before = rig.dispatcher.workers["p"], rig.grant(2000, 2)
+    long = rig.submit(9000, 2)
+    rig.submit(2000, 2)
+    rig.now_s = worker.busy_until_s - 0.02
+    assert list(rig.decide()[0]) == [long]
+    rig.dispatcher.first_token(before.key, rig.now_s)
+
+
+def test_a_prefill_worker_with_one_seat_gets_its_next_prompt_before_it_runs_dry() -> None:
+    rig = Rig(state=replace(STATE, max_running_requests=1))
+    rig.join("d0", Role.DECODE)
+    rig.grant(100, 2)
+    later = rig.submit(100, 2)
+    rig.now_s = rig.dispatcher.workers["p0"].busy_until_s - 0.02
+    assert later in rig.decide()[0]
 
 
 def test_the_last_seats_of_a_worker_are_spared() -> None:
