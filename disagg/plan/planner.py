@@ -4,7 +4,7 @@ screened ──> the best two of disagg, the best two of colocated ──simulat
                                                                                  └──> verdict, its distance from flipping
 
 Simulations are what takes time, so: what cannot beat the best of its kind by arithmetic alone is not simulated (Screen.most_rps), and
-what does not hold just above the best one's goodput is simulated once.
+what does not hold just above the best one's goodput is simulated once. What the formulas hold for clearly worse (HOPE) is left out, too.
 """
 
 from __future__ import annotations

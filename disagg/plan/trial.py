@@ -181,7 +181,10 @@ def _next_rps(low: Figures | None, high: Figures | None, level: float, tolerance
 
 
 def figures_at(question: Question, candidate: Candidate, rate_rps: float, may_cut: bool = False) -> Figures:
-    """One simulation. `may_cut`: it ends once more have missed than may of all, for then it does not hold whatever comes."""
+    """One simulation.
+
+    `may_cut`: it ends once more have missed than may of all, and clearly more than of those sent by then: it does not hold whatever comes.
+    """
     topology = topology_of(question, candidate)
     requests = question.load.sent(rate_rps, question.requests_at(rate_rps))
     degrees = [pool.tp for pool in candidate.pools.values()]
@@ -228,12 +231,14 @@ def _figures(candidate: Candidate, rate_rps: float, report: SimReport, first: in
         decoded[worker.role] += worker.decode_tokens
         steps[worker.role] += worker.steps
     refused = sum(missed[what] for what in _REFUSED)
-    # Of a run that was cut some are under way: they do as the other admitted ones. Of a whole run this is the share that was met.
-    admitted = missed.total() - refused
-    admitted_in_class = missed[""] / admitted if admitted else 1.0
+    is_cut = missed.total() < counted
+    attainment = missed[""] / counted
+    if is_cut:  # some are under way: they do as the other admitted ones
+        admitted = missed.total() - refused
+        attainment = (1 - refused / counted) * (missed[""] / admitted if admitted else 1.0)
     return Figures(
         rate_rps=rate_rps,
-        attainment=(1 - refused / counted) * admitted_in_class,
+        attainment=attainment,
         ttft=summarise([o.ttft_s for o in settled if o.ttft_s is not None]),
         tpot=summarise([o.tpot_s for o in settled if o.tpot_s is not None]),
         missed={what: missed[what] for what in (*_FIRST, *_NEXT, "refused", "late")},
@@ -244,7 +249,7 @@ def _figures(candidate: Candidate, rate_rps: float, report: SimReport, first: in
         e2e_s=math.fsum([o.end_s - o.sent_s for o in whole if o.end_s is not None]) / max(1, len(whole)),
         span_s=outcomes[-1].sent_s - outcomes[0].sent_s,
         preemptions=report.num_preemptions,
-        is_cut=missed.total() < counted,
+        is_cut=is_cut,
     )
 
 
