@@ -251,7 +251,9 @@ class Attachment:
     def _request_of(self, command: pb.StartCommand) -> tuple[Request, Transfer]:
         """Which request is to be continued, with which KV. Raises TransferFencedError when no fetch has brought it, or it was released."""
         if not command.fetched:
-            return wire.request_from_wire(command.request), wire.transfer_from_wire(command.transfer)
+            transfer = wire.transfer_from_wire(command.transfer)
+            self._fetched.pop(transfer.transfer_id, None)  # its fetch failed, so that the gateway sent all again
+            return wire.request_from_wire(command.request), transfer
         found = self._fetched.pop(command.fetched, None)
         if found is None:
             raise TransferFencedError(f"transfer {command.fetched} was released, or never fetched")

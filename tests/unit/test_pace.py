@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,13 @@ def test_a_thread_that_computes_wants_a_core_and_one_that_sleeps_does_not() -> N
         return (pace.wanted_core_s() - wanted_s) / (time.monotonic() - began_s)
 
     assert wanted_share(lambda: None) > 2 * wanted_share(lambda: time.sleep(0.05))
+
+
+def test_a_kernel_that_does_not_count_gives_zeros(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    counts = tmp_path / "schedstat"
+    counts.write_text("0 0 0\n")
+    monkeypatch.setattr(pace, "_COUNTS", counts)
+    assert 0 < pace.wanted_core_s() <= time.thread_time()
 
 
 def test_one_slow_write_is_no_pressure_many_are_and_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
