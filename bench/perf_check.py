@@ -142,8 +142,8 @@ def _value(row: dict[str, str], name: str) -> str:
 
 def dtype_in_name(model: str) -> str:
     """The type of the weights that a model's name says, such as ...-FP8; else bf16."""
-    found = re.search(r"fp8|w8a8|w4a16|awq|gptq|int[48]|nvfp4|mxfp4", model.lower())
-    return found[0] if found else "bf16"
+    found = re.findall(r"fp8|w8a8|w4a16|awq|gptq|int[48]|nvfp4|mxfp4", model.lower())
+    return next((name for name in found if name.startswith("int")), found[0]) if found else "bf16"  # of GPTQ-Int8 the second says more
 
 
 def above_zero(row: dict[str, str], key: str) -> float:

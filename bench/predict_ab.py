@@ -84,7 +84,8 @@ def main() -> None:
     found: dict[str, list[Row]] = {}
     classes: Sequence[SloClass] = ()
     for row in read_rows(given.out / "requests.jsonl"):
-        measured.setdefault(row.arm, []).append(row)
+        if not isinstance(run["arms"][row.arm], str):  # the URL of an external arm: nobody knows what serves there
+            measured.setdefault(row.arm, []).append(row)
     for arm, own in measured.items():
         live = parse_topology(run["arms"][arm])
         found[arm] = foreseen(own, live, profiled_topology(live, given.profile), profile, run["workload"]["timeout_s"])

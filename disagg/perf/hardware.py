@@ -248,7 +248,8 @@ _VARIANTS = (
     (re.compile(r"6000.*\bada\b"), "rtx-6000-ada"),
 )
 _NOISE = re.compile(
-    r"nvidia|geforce|tesla|blackwell|hopper|ada|generation|server|workstation|edition|max-?q|sxm\d?|hgx|dgx|pcie|nvl|hbm\d?e?|\d+ ?gi?b?\b"
+    r"nvidia|geforce|tesla|blackwell|hopper|ada|generation|server|workstation|edition|max-?q|sxm\d?|hgx|dgx|pcie|nvl(?:ink|\d+)?"
+    r"|hbm\d?e?|\d+ ?gi?b?\b"
 )
 
 

@@ -122,3 +122,8 @@ def test_kernels_of_another_device_under_the_own_peaks() -> None:
     found = perf_check.borrowed(own, kin)
     assert (found.name, found.bandwidth, found.bf16.flops) == (own.name, own.bandwidth, own.bf16.flops)
     assert (found.bf16.compute, found.fp8.weights, found.attention) == (kin.bf16.compute, kin.fp8.weights, kin.attention)
+
+
+def test_what_a_model_name_says_of_its_weights() -> None:
+    names = ("Qwen2.5-7B-Instruct-GPTQ-Int8", "Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen3-8B-AWQ", "Qwen3-8B-FP8", "Qwen3-8B")
+    assert [perf_check.dtype_in_name(name) for name in names] == ["int8", "int4", "awq", "fp8", "bf16"]

@@ -33,6 +33,8 @@ def step_model(shape: str = "llama-3.1-70b", device: str = "h100", tp: int = 4, 
         ("h100_pcie", "h100-pcie"),
         ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
         ("gb200_sxm", "gb200"),
+        ("NVIDIA GB200 NVL72", "gb200"),
+        ("H100 SXM5 NVLink", "h100"),
         ("CPU", "cpu"),
     ],
 )
