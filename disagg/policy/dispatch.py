@@ -24,6 +24,7 @@ from disagg.config import AdmissionSettings, SloClass
 from disagg.policy.admission import MIN_RETRY_S, RECORDED_PAIRS, check_fits, foreseen, retry_after, why_not
 from disagg.policy.booking import Booking
 from disagg.policy.decision import Candidate, Decisions, Grant, Refusal, Verdict
+from disagg.policy.drain import Drain
 from disagg.policy.members import Members
 from disagg.policy.outlook import Outlook, outlook
 from disagg.policy.outputs import OutputLengths
@@ -81,6 +82,7 @@ class Dispatcher:
         self._fresh: tuple[tuple[int, int, float], Ask, list[Pair] | Shortage] | None = None  # weighed by admission: for which, when, what
         self._wait_factor = 1.0  # learned: measured over predicted time in the queue
         self._starved_since_s: float | None = None
+        self._drain = Drain()
 
     # ---- workers
 
@@ -324,14 +326,20 @@ class Dispatcher:
         has_ready = is_any_ready(self._members.standing(now_s), self._admission, spent)
         price = queue_price(self._waiting, len(self._members.sources), now_s) if has_ready else 0.0
         blocked = 0
+        self._drain.look_anew(self._waiting, self._members.books)
         for waiter in self._candidates(now_s):
             if blocked >= LOOK_AHEAD or not (has_ready or can_pass):
                 break
             ask, pairs = self._weighed(waiter, price, held_s, now_s)
             if isinstance(pairs, Shortage):
+                if now_s - waiter.queued_s > AGED_S and waiter is self._waiting.oldest():
+                    self._drain.begin(waiter, ask, self._members.standing(now_s))
                 blocked += 1
                 continue
             pair = pairs[0]
+            if pair.second.worker.name == self._drain.kept_from(waiter):
+                blocked += 1
+                continue
             source = pair.first.worker
             may_start = source.name not in spent and is_ready(source, self._admission, pair.first.wait_s, source.outline(now_s))
             if not (may_start or pair.first.passes):
@@ -362,7 +370,9 @@ class Dispatcher:
         return ask, self._router.pairs(ask, self._members.standing(now_s), held_s, RECORDED_PAIRS, shortlist)
 
     def _candidates(self, now_s: float) -> Iterator[Waiter]:
-        """In order; but every so often the one that has waited longest goes first."""
+        """In order; but the one for whom a worker empties goes first, and every so often the one that has waited longest."""
+        if self._drain.waiter is not None:
+            yield self._drain.waiter
         oldest = self._waiting.oldest()
         if oldest is not None and self._grants % AGED_TURN == AGED_TURN - 1 and now_s - oldest.queued_s > AGED_S:
             yield oldest
@@ -416,7 +426,7 @@ class Dispatcher:
             moves_kv=waiter.request.remaining_tokens > 1,
             targets=waiter.targets,
             waited_s=max(0.0, now_s - waiter.request.arrival_s),
-            avoid=waiter.avoid,
+            avoid=waiter.avoid if (kept := self._drain.kept_from(waiter)) is None else (*waiter.avoid, kept),
             cached=waiter.cached,
             has_followers=len(self._waiting) > 1,
         )

@@ -156,7 +156,8 @@ class OutputLengths:
         """What to keep of a KV cache for the answer, `generated` tokens of it there already.
 
         Answers that share a cache do not all end late: so much is kept as they are expected to hold, prompts included, at the moment at
-        which that is most, and how far it may be off is added up over all of them.
+        which that is most, and how far it may be off is added up over all of them: no less than half of what it is still expected to grow,
+        for of few answers, behind long prompts, none may have ended by then.
         """
         remaining = max(1, request.remaining_tokens)
         if request.sampling.ignore_eos:
@@ -167,16 +168,18 @@ class OutputLengths:
         if reached <= NONE_LEFT:  # longer than anything seen
             return Keep(min(remaining, 2 * generated + prior + 16), 0)
         most, share, held = 0.0, 1.0, prompt + prior + generated + 1
+        growth, at = 0.0, prior + generated
         for bucket in range(first, self._longest + 1):
             tokens = min(longest, LENGTHS[bucket])
             alive = self._reach[bucket] / reached
+            growth, at = growth + alive * (tokens - at), tokens
             likely = (alive + MANY_DOUBT * math.sqrt(alive * (1.0 - alive))) * (prompt + tokens)
             if likely > most:
                 most, share, held = likely, alive, prompt + tokens
             if tokens == longest:
                 break
         wanted = round(share * held) - prompt - prior
-        return Keep(min(remaining, max(generated + 1, wanted)), round(share * (1.0 - share) * held * held))
+        return Keep(min(remaining, max(generated + 1, wanted)), round(max(share * (1.0 - share) * held * held, (0.5 * growth) ** 2)))
 
 
 def _bucket(tokens: int) -> int:

@@ -67,7 +67,7 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._waiters)
 
-    def __contains__(self, key: int) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._waiters
 
     def add(self, waiter: Waiter) -> None:
