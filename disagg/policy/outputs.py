@@ -156,8 +156,8 @@ class OutputLengths:
         """What to keep of a KV cache for the answer, `generated` tokens of it there already.
 
         Answers that share a cache do not all end late: so much is kept as they are expected to hold, prompts included, at the moment at
-        which that is most, and how far it may be off is added up over all of them: no less than half of what it is still expected to grow,
-        for of few answers, behind long prompts, none may have ended by then.
+        which that is most, and how far it may be off is added up over all of them: no less than half of what it is expected to grow beyond
+        that, for of few answers, behind long prompts, none may have ended by then.
         """
         remaining = max(1, request.remaining_tokens)
         if request.sampling.ignore_eos:
@@ -178,8 +178,9 @@ class OutputLengths:
                 most, share, held = likely, alive, prompt + tokens
             if tokens == longest:
                 break
-        wanted = round(share * held) - prompt - prior
-        return Keep(min(remaining, max(generated + 1, wanted)), round(max(share * (1.0 - share) * held * held, (0.5 * growth) ** 2)))
+        tokens = min(remaining, max(generated + 1, round(share * held) - prompt - prior))
+        uncovered = max(0.0, growth - (tokens - generated))
+        return Keep(tokens, round(max(share * (1.0 - share) * held * held, (0.5 * uncovered) ** 2)))
 
 
 def _bucket(tokens: int) -> int:

@@ -11,8 +11,8 @@ from disagg.policy.targets import late_regret, regret
 from disagg.types import Request, Sampling
 
 
-def request(max_tokens: int = 4096, *, ignore_eos: bool = False) -> Request:
-    return Request("r", (1, 2, 3), Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos), "chat", arrival_s=0.0)
+def request(max_tokens: int = 4096, *, ignore_eos: bool = False, prompt: int = 3) -> Request:
+    return Request("r", (1,) * prompt, Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos), "chat", arrival_s=0.0)
 
 
 def learned() -> OutputLengths:
@@ -91,3 +91,12 @@ def test_a_delay_costs_what_the_short_answers_lose() -> None:
     assert 0.05 * missed < late_regret(0.05, 1.0, spread, 0.1) < 0.3 * missed
     assert late_regret(0.05, 1.0, ((400.0, 1.0),), 0.1) < 0.002 * missed
     assert late_regret(0.05, 0.0, spread, 0.1) == pytest.approx(0.0)
+
+
+def test_a_few_long_prompts_with_short_answers_keep_room_for_those_answers() -> None:
+    """Prompts are so long that the sum falls with the first that ends; of two, neither may have ended when both have grown."""
+    lengths = OutputLengths()
+    for index in range(400):
+        lengths.learn(20 + 1000 * (index % 100) // 100)
+    keep = lengths.reserve(request(prompt=10_000))
+    assert keep.tokens + 2 * keep.variance**0.5 > 400
