@@ -88,7 +88,7 @@ def test_gpus_of_a_kind_that_are_short_are_named() -> None:
     with pytest.raises(PlacementError, match=r"1 x decode \(1 H200 GPU, 1 core\).*host a: 8 GPUs, 8 cores, H100: short of 1 H200 GPU$"):
         place(on_gpus(None, "h200"), hosts)
     with pytest.raises(ConfigError, match="did you mean 'h200'"):
-        place(on_gpus(None, "h20"), hosts)
+        place(on_gpus(None, "h2000"), hosts)
     with pytest.raises(ConfigError, match=r"pools.decode.gpu: got 'h200', expected no name of GPUs where pools.decode.gpus is 0"):
         place(topology(pools__decode__gpu="h200"), hosts)
 
