@@ -148,12 +148,18 @@ class Members:
 
 
 def _known(prior: StepCost, books: Sequence[WorkerBook]) -> StepCost:
-    """Of prompts what a typical one knows that has run them, of decoding what one knows that has decoded, and else the prior."""
-    written = [w for w in books if w.fit.num_prompt_steps >= ENOUGH_STEPS]
-    decoded = [w for w in books if w.fit.num_steps - w.fit.num_prompt_steps >= ENOUGH_STEPS]
+    """Of prompts what a typical one knows of those that have run most, of decoding likewise, and else the prior."""
+    written = _most_taught(books, [w.fit.num_prompt_steps for w in books])
+    decoded = _most_taught(books, [w.fit.num_steps - w.fit.num_prompt_steps for w in books])
     of_prompts = _median(written).fit.own_cost() if written else prior
     of_decodes = _median(decoded).fit.own_cost() if decoded else of_prompts
     return replace(of_prompts, base_s=of_decodes.base_s, decode_s=of_decodes.decode_s, context_s=of_decodes.context_s)
+
+
+def _most_taught(books: Sequence[WorkerBook], steps: Sequence[int]) -> list[WorkerBook]:
+    """Those with at least half as many steps of a kind as the one with most: two short prompts say nothing of long ones."""
+    least = max(ENOUGH_STEPS, max(steps) / 2)
+    return [w for w, count in zip(books, steps, strict=True) if count >= least]
 
 
 def _sizes(state: EngineState) -> tuple[int, int, int]:

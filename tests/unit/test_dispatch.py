@@ -97,6 +97,8 @@ def test_what_a_prompt_costs_is_known_of_a_worker_that_has_only_decoded() -> Non
     rig.now_s += 2.0
     short = rig.decoding(rig.grant(50, 400, "chat"))
     assert short.route.decode == "d0"
+    rig.steps("d0", 3, prompt=8)  # what a few short ones tell is of no account beside that
+    rig.now_s += 2.0
     assert rig.pair(1500)[0] == "p0", "nobody decodes there"
 
 
