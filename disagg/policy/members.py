@@ -12,13 +12,13 @@ from disagg.policy.prefix_index import PrefixIndex
 from disagg.policy.router import Pair
 from disagg.policy.standing import Standing
 from disagg.policy.step_cost import GENERIC, StepCost
-from disagg.policy.step_fit import ENOUGH_STEPS
 from disagg.policy.view import missing_role
 from disagg.policy.worker_book import Typical, WorkerBook
 from disagg.types import EngineState, Mode, Role
 
 REFRESH_S = 1.0  # how often workers are compared with their pool
 LATELY_S = 3.0  # a worker whose last step is older does not count in that
+ENOUGH_STEPS = 2  # of a kind, for others to lean on: the first one of an engine may be anything
 EARLY_STEPS = 32  # of a worker; until then it is compared whenever it has twice as many
 
 

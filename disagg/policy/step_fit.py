@@ -22,7 +22,6 @@ FAST = 0.15  # weight of the newest step in the factor: 20 steps carry 96 %
 QUICK = math.log(2.0)  # a step so much quicker than believed is no hiccup: those are slow. The worker has recovered,
 RECOVERED = 0.5  # and the step weighs so much in the factor
 EARLY_STEPS = 64  # of a kind, of which each is remembered; later every fourth one
-ENOUGH_STEPS = 2  # of a kind, for others to lean on: the first one of an engine may be anything
 NEWS = 0.1  # what others have learned counts for new when it differs by so much
 SWEEPS = 8
 MAX_RATIO = 20.0  # one step further off than this says no more than this
