@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from disagg.engine.vllm_args import MIXED_STEP_TOKENS
 from disagg.engine.vllm_channel import ADDRESS_ENV, RankChannel, answer_lookups, hold_lifeline, report_step
-from disagg.engine.vllm_loads import PIECE_BYTES, STEP_SHARE, RankLoads
+from disagg.engine.vllm_loads import STEP_SHARE, LoadRoom, RankLoads
 from disagg.engine.vllm_memory import CacheBlocks, RankBoxes
 from disagg.engine.vllm_patches import patch_runner
 from disagg.engine.vllm_plan import Copy, Planner, StepPlan
@@ -67,6 +67,7 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._loaded: list[tuple[str, Copy]] = []  # sliced loads that ended in this step
         self._channel: RankChannel | None = None
         self._clock = StepClock()
+        self._room = LoadRoom(on_host=vllm_config.device_config.device_type == "cpu")
         self._num_resumed = 0
         self._num_running = 0  # requests in the latest step
         self._load_s = 0.0
@@ -99,11 +100,16 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         is_sliced = self._is_sliced(num_external_tokens)
+        if not is_sliced:
+            self._room.take(self._num_bytes(num_external_tokens))
         self._planner.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens, is_sliced)
 
     def _is_sliced(self, num_tokens: int) -> bool:
-        """Whether to load so many tokens over several steps. The same answer all through one scheduling of a step."""
-        return self._num_running > 0 and num_tokens * self._block_bytes > PIECE_BYTES * self._block_tokens
+        """Whether to load so many tokens over several steps. The same answer until another request's load takes room of the step."""
+        return self._num_running > 0 and not self._room.fits(self._num_bytes(num_tokens), self._clock.decode_s)
+
+    def _num_bytes(self, num_tokens: int) -> int:
+        return num_tokens * self._block_bytes // self._block_tokens
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         state, scheduled = scheduler_output.kv_connector_block_state, scheduler_output.num_scheduled_tokens
@@ -112,6 +118,7 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
         step_s = self._clock.start(time.monotonic(), work)
         self._num_resumed += len(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         self._num_running = len(scheduled)
+        self._room.clear()
         plan = self._planner.step(_computed_tokens(scheduler_output), lambda request_id: state.resolve_block_ids(request_id)[0])
         return _Metadata(plan, STEP_SHARE * step_s if self._num_running else math.inf)
 

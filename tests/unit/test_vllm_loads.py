@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from disagg.engine.vllm_loads import PIECE_BYTES, SPREAD_STEPS, RankLoads  # noqa: E402 (needs torch)
+from disagg.engine.vllm_loads import PIECE_BYTES, SPREAD_STEPS, STEP_SHARE, LoadRoom, RankLoads  # noqa: E402 (needs torch)
 from disagg.engine.vllm_memory import CacheBlocks, RankBoxes  # noqa: E402
 from disagg.engine.vllm_plan import Copy, Load  # noqa: E402
 from disagg.kv.layout import KvLayout  # noqa: E402
@@ -115,3 +115,37 @@ def test_a_load_from_outside_the_inbox_fails_its_blocks_alone(way: str) -> None:
     assert rank.loads.take_failed_blocks() == {1, 2, 3}
     assert rank.loads.take_failed_blocks() == set()
     assert rank.filled == {7: 0}
+
+
+MIB = 1 << 20
+
+
+def test_a_load_that_one_step_has_time_for_is_made_at_once() -> None:
+    room = LoadRoom(on_host=True)
+    step_s = 0.1  # 8 ms of copying: 8 MB
+    assert room.fits(3 * MIB, step_s)  # a short chat's
+    assert not room.fits(90 * MIB, step_s)  # a document's
+
+
+def test_loads_made_at_once_share_one_step() -> None:
+    room = LoadRoom(on_host=True)
+    step_s, num_bytes = 0.1, 3 * MIB
+    taken = 0
+    while room.fits(num_bytes, step_s):
+        room.take(num_bytes)
+        taken += num_bytes
+    assert num_bytes <= taken <= STEP_SHARE * step_s * 1e9
+    room.clear()
+    assert room.fits(num_bytes, step_s)
+
+
+def test_what_is_not_worth_slicing_is_made_at_once_whatever_the_step() -> None:
+    room = LoadRoom(on_host=True)
+    room.take(50 * MIB)
+    assert room.fits(PIECE_BYTES, 0.0)
+    assert not room.fits(PIECE_BYTES + 1, 0.0)
+
+
+def test_a_device_copies_more_in_the_same_time() -> None:
+    assert LoadRoom(on_host=False).fits(20 * MIB, 0.02)
+    assert not LoadRoom(on_host=True).fits(20 * MIB, 0.02)
