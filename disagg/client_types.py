@@ -136,6 +136,7 @@ class Usage:
 
     `queue_s`: received to routed. `prefill_s`: routed to first token. `transfer_s`: first token to KV complete on the decode
     side. `decode_s`: first token to last. `attempts`: routes tried, 1 when nothing failed.
+    `predicted_ttft_s`, `predicted_tpot_s`: what the router expected when the request came; None from a gateway that does not tell.
     """
 
     prompt_tokens: int
@@ -148,6 +149,8 @@ class Usage:
     prefill_s: float
     transfer_s: float
     decode_s: float
+    predicted_ttft_s: float | None = None
+    predicted_tpot_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +397,8 @@ def _usage(message: pb.Usage) -> Usage:
         prefill_s=timing.prefill_s,
         transfer_s=timing.transfer_s,
         decode_s=timing.decode_s,
+        predicted_ttft_s=message.predicted_ttft_s if message.HasField("predicted_ttft_s") else None,
+        predicted_tpot_s=message.predicted_tpot_s if message.HasField("predicted_tpot_s") else None,
     )
 
 

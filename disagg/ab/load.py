@@ -289,4 +289,10 @@ def _with_usage(row: Row, usage: Usage) -> Row:
         queue_s=round(usage.queue_s, 6),
         prefill_s=round(usage.prefill_s, 6),
         transfer_s=round(usage.transfer_s, 6),
+        predicted_ttft_s=_rounded(usage.predicted_ttft_s),
+        predicted_tpot_s=_rounded(usage.predicted_tpot_s),
     )
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

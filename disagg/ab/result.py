@@ -33,6 +33,7 @@ from disagg import slo
 from disagg.ab.little import law_of, law_warning
 from disagg.ab.measures import row_meets
 from disagg.ab.phases import all_phases
+from disagg.ab.prediction import Errors, tpot_errors, ttft_errors
 from disagg.ab.rows import Row, span_s
 from disagg.config import SloClass
 from disagg.errors import ConfigError
@@ -68,11 +69,26 @@ class PhasesReport(_Strict):
     waiting_s: Distribution
 
 
+class PredictionErrors(_Strict):
+    """What the router expected of answers when it admitted them, by what they got, less 1 (prediction.py)."""
+
+    count: int
+    median_abs: float
+    bias: float
+
+
+class PredictionReport(_Strict):
+    """Null where no answer has both numbers."""
+
+    ttft: PredictionErrors | None
+    tpot: PredictionErrors | None
+
+
 class Figures(_Strict):
     """Of one arm, or of one class of it. `errors`: how many of each error type. Means of lengths are of completed requests, in tokens.
 
     `cancelled`: requests that their own client left, as the workload wanted; attainment does not count them.
-    `phases`: null where no gateway of ours served them.
+    `phases`, `prediction`: null where no gateway of ours served them.
     """
 
     sent: int
@@ -92,6 +108,7 @@ class Figures(_Strict):
     mean_input_tokens: float | None
     mean_output_tokens: float | None
     phases: PhasesReport | None = None
+    prediction: PredictionReport | None = None
 
 
 class ClassFigures(Figures):
@@ -372,6 +389,7 @@ def _figures(rows: Sequence[Row], classes: Mapping[str, SloClass], span: float) 
         "mean_input_tokens": tokens_in / len(whole) if whole else None,
         "mean_output_tokens": tokens_out / len(whole) if whole else None,
         "phases": _phases(rows),
+        "prediction": _prediction(rows),
     }
 
 
@@ -385,6 +403,17 @@ def _phases(rows: Sequence[Row]) -> PhasesReport | None:
         return None
     names = ("queue_s", "prefill_s", "network_s", "transfer_s", "waiting_s")
     return PhasesReport(**{name: _distribution(getattr(p, name) for p in found) for name in names})
+
+
+def _prediction(rows: Sequence[Row]) -> PredictionReport | None:
+    ttft, tpot = ttft_errors(rows), tpot_errors(rows)
+    if ttft is None and tpot is None:
+        return None
+    return PredictionReport(ttft=_errors(ttft), tpot=_errors(tpot))
+
+
+def _errors(found: Errors | None) -> PredictionErrors | None:
+    return None if found is None else PredictionErrors(**asdict(found))
 
 
 def _littles_law(rows: Sequence[Row], mean_in_flight: Sequence[float]) -> LittlesLaw:

@@ -28,7 +28,7 @@ class Row:
     `end_s`: when its stream ended, however it did. `prompt_digest`: a hash of the prompt's token ids, equal in all arms.
     `outcome`: completed = the whole answer came; rejected = admission refused it; cancelled = its client went away, as the workload wanted;
     failed = anything else, with `error` the type and `message` its sentence. Worker names, attempts and the gateway's own durations
-    (`queue_s` ...) are there for whole answers only.
+    (`queue_s` ...) are there for whole answers only, and so is what its router expected when the request came (`predicted_ttft_s` ...).
     """
 
     arm: str
@@ -54,6 +54,8 @@ class Row:
     prefill_s: float | None = None
     transfer_s: float | None = None
     rate_rps: float | None = None
+    predicted_ttft_s: float | None = None
+    predicted_tpot_s: float | None = None
 
     @property
     def is_whole(self) -> bool:

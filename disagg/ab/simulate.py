@@ -80,6 +80,8 @@ def _row(arm: SimulatedArm, stream: str, o: Outcome, instants: dict[float, float
         queue_s=round(o.routed_s - o.received_s, _DIGITS) if whole and o.routed_s is not None else None,
         prefill_s=round(prefill_s, _DIGITS) if prefill_s is not None else None,
         transfer_s=round(transfer_s, _DIGITS) if whole else None,
+        predicted_ttft_s=round(o.predicted_ttft_s, _DIGITS) if whole and o.predicted_ttft_s is not None else None,
+        predicted_tpot_s=round(o.predicted_tpot_s, _DIGITS) if whole and o.predicted_tpot_s is not None else None,
     )
 
 

@@ -336,7 +336,7 @@ def _token(token: Token) -> pb.Token:
 
 
 def _usage(request: Request, run: Run, num_tokens: int) -> pb.Usage:
-    timeline, route = run.timeline, run.route
+    timeline, route, predicted = run.timeline, run.route, run.prediction
     return pb.Usage(
         prompt_tokens=request.num_prompt_tokens,
         output_tokens=num_tokens,
@@ -347,6 +347,8 @@ def _usage(request: Request, run: Run, num_tokens: int) -> pb.Usage:
         timing=pb.Timing(
             queue_s=timeline.queue_s, prefill_s=timeline.prefill_s, transfer_s=timeline.transfer_s, decode_s=timeline.decode_s
         ),
+        predicted_ttft_s=predicted.ttft_s if predicted else None,
+        predicted_tpot_s=predicted.tpot_s if predicted else None,
     )
 
 

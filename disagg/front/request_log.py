@@ -14,7 +14,7 @@ def log_request(run: Run) -> None:
     """Log a run that ended. Durations in seconds, on the gateway's clock."""
     if not log.isEnabledFor(logging.INFO):
         return
-    request, timeline, route = run.request, run.timeline, run.route
+    request, timeline, route, predicted = run.request, run.timeline, run.route, run.prediction
     record = {
         "request_id": request.request_id,
         "outcome": run.phase,
@@ -32,5 +32,7 @@ def log_request(run: Run) -> None:
         "decode_s": round(timeline.decode_s, 6),
         "ttft_s": round(timeline.ttft_s, 6) if timeline.first_token_s is not None else None,
         "total_s": round(timeline.total_s, 6),
+        "predicted_ttft_s": round(predicted.ttft_s, 6) if predicted else None,
+        "predicted_tpot_s": round(predicted.tpot_s, 6) if predicted else None,
     }
     log.info("%s", json.dumps(record, separators=(",", ":")))
