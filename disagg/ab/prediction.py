@@ -17,7 +17,7 @@ from disagg.ab.rows import Row
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Shares (0.1 = 10 %) of `count` answers. `median_abs`: of the sizes; `bias`: of the errors with their sign, + for expected too long."""
+    """Shares (0.1 = 10 %) of `count` answers. `median_abs`: of the sizes; `bias`: of the errors with their sign, + for too long."""
 
     count: int
     median_abs: float
