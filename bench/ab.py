@@ -114,7 +114,7 @@ def main() -> int:
     for name in planned.capacity:
         if given.resume and (given.out / name / "result.json").exists():
             continue
-        if subprocess.run(_command(name, planned, given.out, resume=given.resume), check=False).returncode:
+        if not _run(name, planned, given.out, resume=given.resume):
             failed.append(name)
         print(f"{name}: done {(time.monotonic() - begin_s) / 60:.1f} min after the start", flush=True)
     text = _summary(planned, given.out)
@@ -123,6 +123,16 @@ def main() -> int:
     if failed:
         print(f"failed, or no result: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _run(name: str, planned: Plan, out: Path, *, resume: bool) -> bool:
+    """One case; whether it came to a result. What an accident broke off in the middle goes on, once: its rows are kept."""
+    folder = out / name
+    code = subprocess.run(_command(name, planned, out, resume=resume), check=False).returncode
+    if code and (folder / "run.json").exists() and not (folder / "result.json").exists():
+        print(f"{name}: broken off; going on with what is measured", flush=True)
+        code = subprocess.run(_command(name, planned, out, resume=True), check=False).returncode
+    return code == 0
 
 
 def _planned(given: argparse.Namespace, names: list[str], begin_s: float) -> Plan:

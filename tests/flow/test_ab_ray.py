@@ -150,3 +150,30 @@ def test_workers_that_die_in_the_middle_of_a_turn_have_it_measured_again(tmp_pat
     arms = read_result(tmp_path / "again" / "result.json").arms
     assert arms["replay"].completed == arms["replay"].sent == result.arms[first].sent
     assert not left_behind(str(tmp_path))
+
+
+def test_a_gateway_that_dies_costs_its_turn_and_no_more(tmp_path: Path):
+    """Ray restarts it on another port; what was under way is measured again."""
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "DISAGG_TEST_MARK": str(tmp_path)}
+    log = tmp_path / "log"
+    rows = tmp_path / "out" / "requests.jsonl"
+    killed: set[int] = set()
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            command(tmp_path, 4, "--resident", "--chunk", "topology", "--rounds", "3"), stdout=output, stderr=output, env=environment
+        ) as process,
+    ):
+        deadline_s = time.monotonic() + 240
+        while time.monotonic() < deadline_s and process.poll() is None:
+            gateways = [pid for pid, line in marked(str(tmp_path)) if line.startswith("ray::GatewayActor") and pid not in killed]
+            if len(killed) < 2 and gateways and rows.exists() and len(read_rows(rows)) >= 10 + 40 * len(killed):
+                os.kill(gateways[0], signal.SIGKILL)
+                killed.add(gateways[0])
+            time.sleep(0.2)
+        assert process.wait(30) == 0, log.read_text()
+    assert len(killed) == 2
+    result = read_result(tmp_path / "out" / "result.json")
+    for arm in result.arms.values():
+        assert arm.completed == arm.sent > 30
+    assert not left_behind(str(tmp_path))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench.ab import ARMS, CHUNK_TRIALS, RATES, WORKLOADS, Plan, _read_plan, plan
+from bench.ab import ARMS, CHUNK_TRIALS, RATES, WORKLOADS, Plan, _read_plan, _run, plan
 from bench.calibrate import Capacity
 from disagg.ab.chunk_search import TRIAL_S
 from disagg.ab.machine_fit import REFERENCE_PREFILL_TOKENS_PER_S, REFERENCE_STEP_S, Speed
@@ -38,3 +41,31 @@ def test_what_is_planned_fits_the_budget_or_says_that_it_does_not(budget_min: fl
     assert json.loads(json.dumps(asdict(found)))["budget_min"] == budget_min
     again: Plan = _read_plan(json.loads(json.dumps(asdict(found))))
     assert again == found
+
+
+@pytest.mark.parametrize(
+    ("left", "codes", "is_whole"),
+    [
+        ("run.json", (2, 0), True),  # broken off: goes on
+        ("run.json", (2, 2), False),  # and once only
+        ("", (2,), False),  # it never began: the same would happen again
+        ("result.json", (1,), False),  # a result that is none, which is no accident
+    ],
+)
+def test_a_case_that_is_broken_off_goes_on_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str, codes: tuple[int, ...], is_whole: bool
+):
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        folder = tmp_path / "short-chat"
+        folder.mkdir(exist_ok=True)
+        for name in {left, "run.json"} if left else ():
+            (folder / name).touch()
+        commands.append(command)
+        return subprocess.CompletedProcess(command, codes[len(commands) - 1])
+
+    monkeypatch.setattr(subprocess, "run", run)
+    planned = plan(42, 0.0, REFERENCE, capacities(3.0), NUM_ARMS)
+    assert _run("short-chat", planned, tmp_path, resume=False) is is_whole
+    assert ["--resume" in command for command in commands] == [False, True][: len(codes)]
