@@ -7,17 +7,20 @@ from dataclasses import asdict
 from typing import Literal
 
 from disagg.ab.curve import METHOD, LoadPoint, concurrency_at, knee_of, regions
-from disagg.ab.goodput import LEVEL, compare_goodput, goodput_interval
+from disagg.ab.goodput import LEVEL, compare_attainment, compare_goodput, goodput_interval
+from disagg.ab.measures import ATTAINMENT_OVER_RATES
 from disagg.ab.result import ArmFigures, ComparisonReport, CurveReport, PointReport, SetupReport, VerdictReport, arm_figures
 from disagg.ab.rows import Row
 from disagg.ab.verdict import Comparison, Verdict, compare_arms, judge_all
 from disagg.config import SloClass
 
+_OF_ALL_RATES = (compare_goodput, compare_attainment)  # in the order in which they decide
+
 
 def conclude(rows: Mapping[str, Sequence[Row]], classes: Sequence[SloClass], *, simulated: bool = False) -> tuple[VerdictReport, float]:
     """The verdict, and the rate that its latencies are about: the highest at which an arm keeps 90 % in their class, else the lowest.
 
-    `rows`: by arm, of all rates. With several rates goodput decides first. `simulated`: no machine drifted.
+    `rows`: by arm, of all rates. With several rates, what is said of all of them decides first. `simulated`: no machine drifted.
     """
     rates = sorted({row.rate_rps or 0.0 for own in rows.values() for row in own})
     at = {rate: {name: [r for r in own if (r.rate_rps or 0.0) == rate] for name, own in rows.items()} for rate in rates}
@@ -30,15 +33,17 @@ def conclude(rows: Mapping[str, Sequence[Row]], classes: Sequence[SloClass], *, 
         found = compare_arms(at[reference][name], at[reference][other], classes, arms, num_pairs=num_pairs, simulated=simulated)
         if len(rates) == 1:
             return found
-        goodput = compare_goodput(rows[name], rows[other], classes, arms, family=num_pairs, simulated=simulated)
-        return found if goodput is None else [goodput, *found]
+        family = 2 * num_pairs
+        both = [of_all(rows[name], rows[other], classes, arms, family=family, simulated=simulated) for of_all in _OF_ALL_RATES]
+        return [*[c for c in both if c is not None], *found]
 
     return verdict_report(judge_all(list(rows), compare), reference), reference
 
 
 def verdict_report(verdict: Verdict, rate_rps: float | None = None) -> VerdictReport:
-    """A verdict in result.json's form. `rate_rps`: of all its comparisons but goodput, which is about all rates."""
-    comparisons = [ComparisonReport(**asdict(c), rate_rps=None if c.measure == "goodput" else rate_rps) for c in verdict.comparisons]
+    """A verdict in result.json's form. `rate_rps`: of those of its comparisons that are not about all rates."""
+    of_all = ("goodput", ATTAINMENT_OVER_RATES)
+    comparisons = [ComparisonReport(**asdict(c), rate_rps=None if c.measure in of_all else rate_rps) for c in verdict.comparisons]
     return VerdictReport(choose=verdict.choose, reason=verdict.reason, comparisons=comparisons)
 
 

@@ -1,16 +1,17 @@
-"""Goodput from attainment at several rates: the highest sustained rate with enough requests inside their class. Pure."""
+"""What several rates say together: goodput, the highest sustained rate with enough requests inside their class; and attainment. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
-from disagg.ab.measures import row_meets
+from disagg.ab.measures import ATTAINMENT_OVER_RATES, attainment, row_meets
 from disagg.ab.rows import Row
 from disagg.ab.stats import DRIFT, Blocks, Effect, Statistic, Weights, difference, interval, time_blocks
-from disagg.ab.verdict import Comparison, blocks_of, paired
+from disagg.ab.verdict import Comparison, blocks_of, compare_measure, paired
 from disagg.config import SloClass
 
 LEVEL = 0.9
@@ -99,3 +100,25 @@ def compare_goodput(
     is_shown = effect.excludes_zero and abs(effect.value) >= 0.05 * max(values[0], values[1])
     better = arms[0 if effect.value > 0 else 1] if is_shown else None
     return Comparison("goodput", None, "requests/s", arms, (values[0], values[1]), effect.low, effect.high, better)
+
+
+def compare_attainment(
+    first: Sequence[Row],
+    second: Sequence[Row],
+    classes: Sequence[SloClass],
+    arms: tuple[str, str],
+    *,
+    family: int = 1,
+    simulated: bool = False,
+) -> Comparison | None:
+    """Attainment of two arms over the requests of all rates.
+
+    Goodput hangs on where one curve first falls through its level, which a single bad minute at a light rate moves far; this is known the
+    better the more was measured, and says which curve lies higher.
+    """
+    pairs = paired(first, second)
+    if not pairs:
+        return None
+    sides = ([a for a, _ in pairs], [b for _, b in pairs])
+    measure = replace(attainment({c.name: c for c in classes}), name=ATTAINMENT_OVER_RATES)
+    return compare_measure(measure, sides, blocks_of(sides), arms, family, 0.0 if simulated else DRIFT)

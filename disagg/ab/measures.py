@@ -16,6 +16,7 @@ from disagg.config import SloClass
 Unit = Literal["share", "s", "tokens/s", "requests/s"]
 Samples = Callable[[Row], Sequence[float]]
 ATTAINMENT = "SLO attainment"
+ATTAINMENT_OVER_RATES = "SLO attainment over all rates"
 SHARE_FLOOR = 0.02  # of a share: a difference that somebody would act on
 
 

@@ -3,10 +3,10 @@
 All arms got the same requests, so two arms are compared in pairs of equal requests. A difference counts when (1) its interval lies on one
 side of zero: 95 % for all measures of the verdict together, from a block bootstrap over time that also takes in how the rounds differ
 (see stats.py); (2) it is larger than what nobody would act on (`floor`: 2 points of attainment, 5 % of a latency or a rate); (3) no round
-clearly shows the opposite. Measures decide in a fixed order: goodput (where several rates were measured), the share that completed, SLO
-attainment (of all requests, then of the classes, where those that differ agree), the tail of the inter-token gaps, TPOT, TTFT,
-throughput. The first that differs chooses the arm; the reason also says what that arm does worse. When none differs, the verdict is
-"either": no difference shown.
+clearly shows the opposite. Measures decide in a fixed order: goodput and SLO attainment over all rates (where several were measured), the
+share that completed, SLO attainment (of all requests, then of the classes, where those that differ agree), the tail of the inter-token
+gaps, TPOT, TTFT, throughput. The first that differs chooses the arm; the reason also says what that arm does worse. When none differs,
+the verdict is "either": no difference shown.
 
 Two cases end in "either" although something differs, and the reason says which: both arms miss their targets with nearly every request, so
 that neither serves this load; or what weighs more than the measure that decides (goodput, the share that completed, attainment) speaks
@@ -201,7 +201,7 @@ def compare_arms(
     measures = compared(sides, {c.name: c for c in classes})
     family = num_pairs * (len(measures) + 1)  # and throughput
     drift = 0.0 if simulated else DRIFT
-    found = [c for m in measures if (c := _compare(m, sides, blocks, arms, family, drift)) is not None]
+    found = [c for m in measures if (c := compare_measure(m, sides, blocks, arms, family, drift)) is not None]
     completed = _compare_completed(sides, arms)
     return [*([completed] if completed is not None else []), *found, _compare_throughput(sides, arms, family, drift)]
 
@@ -224,10 +224,10 @@ def blocks_of(sides: Sequence[Sequence[Row]]) -> Blocks:
     return time_blocks([r.round for r in first], [r.due_s for r in first], memory_s, [r.rate_rps for r in first])
 
 
-def _compare(
+def compare_measure(
     measure: Measure, sides: Sequence[Sequence[Row]], blocks: Blocks, arms: tuple[str, str], family: int, drift: float
 ) -> Comparison | None:
-    """One measure of both arms; None when an arm has no sample of it."""
+    """One measure of both arms over the same requests; None when an arm has no sample of it."""
     first, second = (Pooled([measure.samples(row) for row in rows], blocks.of_request, measure.percent) for rows in sides)
     scale: Scale = "share" if measure.unit == "share" else "ratio"
     effect = difference(first, second, blocks, scale=scale, drift=drift, family=family, num_samples=first.size + second.size)

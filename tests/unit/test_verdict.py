@@ -127,6 +127,35 @@ def test_over_several_rates_goodput_decides_between_any_number_of_arms():
     assert same.reason.startswith("No difference shown")
 
 
+def at_rates(arm: str, machine: Machine, seed: int) -> list:
+    return [r for rate in (0.5, 1, 2) for r in served(arm, machine, seed, rounds=2, duration_s=20, tokens=40, rate_rps=rate)]
+
+
+def test_where_a_bad_minute_blurs_the_goodput_attainment_over_all_rates_decides():
+    """Every third answer of an arm is late at every rate; the other one had one bad round, at the lightest."""
+
+    def late(rows: list, chosen) -> list:
+        return [dataclasses.replace(r, token_s=tuple(t + 1.0 for t in r.token_s)) if chosen(r) else r for r in rows]
+
+    worse = late(at_rates("disagg", QUIET, 1), lambda r: r.index % 3 == 0)
+    better = late(at_rates("colocated", QUIET, 1), lambda r: r.rate_rps == 0.5 and r.round == 1 and r.index % 2 == 0)
+    verdict, _ = conclude({"colocated": better, "disagg": worse}, CLASSES)
+    goodput, attainment = verdict.comparisons[:2]
+    assert (goodput.measure, goodput.better) == ("goodput", None)
+    assert (attainment.measure, attainment.better, attainment.rate_rps) == ("SLO attainment over all rates", "colocated", None)
+    assert verdict.choose == "colocated"
+
+
+def test_equal_arms_at_several_rates_show_no_difference_in_nine_of_ten_runs():
+    machine = Machine(drift=0.03, wobble=0.03)
+    tight = (SloClass(name="chat", ttft_ms=500, tpot_ms=machine.step_s * 1e3 * 1.1),)  # half of the requests miss it now and then
+    chosen = [
+        conclude({"colocated": at_rates("colocated", machine, 100 + seed), "disagg": at_rates("disagg", machine, seed)}, tight)[0].choose
+        for seed in range(20)
+    ]
+    assert chosen.count("either") >= 18
+
+
 def test_an_arm_that_lost_its_requests_is_not_chosen_for_the_latencies_of_the_others():
     slow = dataclasses.replace(QUIET, step_s=QUIET.step_s * 2)
     kept = short("colocated", slow, 1)
