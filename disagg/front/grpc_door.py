@@ -28,6 +28,7 @@ from disagg.front.validate import Limits, check_head, check_messages, check_text
 from disagg.front.write_deadline import WriteDeadline
 from disagg.pb import inference_pb2 as pb
 from disagg.pb.inference_pb2_grpc import InferenceServicer
+from disagg.policy.decision import Prediction
 from disagg.policy.view import PoolView
 from disagg.serving.pace import Pace
 from disagg.serving.timeline import Timeline
@@ -68,6 +69,11 @@ class Run(Protocol):
 
     @property
     def newly_cached_tokens(self) -> int: ...
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """What the router expected when it admitted the request; None until then."""
+        ...
 
     def chunks(self) -> Chunks:
         """The answer. Closing it cancels everywhere."""

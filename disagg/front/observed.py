@@ -12,6 +12,7 @@ from functools import partial
 
 from disagg.errors import RejectedError
 from disagg.front.tracing import Tracing
+from disagg.policy.decision import Prediction
 from disagg.serving.coordinator import Coordinator
 from disagg.serving.run import Run
 from disagg.types import Chunk, Phase, Request, Route
@@ -45,6 +46,10 @@ class ObservedRun:
     @property
     def newly_cached_tokens(self) -> int:
         return self._run.newly_cached_tokens
+
+    @property
+    def prediction(self) -> Prediction | None:
+        return self._run.prediction
 
     def end(self, phase: Phase) -> None:
         self._run.end(phase)
