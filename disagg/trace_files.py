@@ -4,7 +4,7 @@
     mooncake   JSONL  timestamp (ms), input_length, output_length, hash_ids (one per block of the prompt)
     burstgpt   CSV    Timestamp (s), Request tokens, Response tokens, ...
     servegen   CSV    arrival_s, input_tokens, output_tokens, ...
-    rows       JSONL  our own requests.jsonl: one arm's first round, with the lengths that were asked for
+    rows       JSONL  our own requests.jsonl: one arm's first round at one rate, with the lengths that were asked for
 
 Every fault is a ConfigError that names file, line and column. Rows are sorted by arrival; the first instant of azure's clock becomes 0,
 the others count from their own zero.
@@ -12,14 +12,16 @@ the others count from their own zero.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import itertools
 import json
 import math
 import random
+import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -33,6 +35,7 @@ TraceFormat = Literal["azure", "mooncake", "burstgpt", "servegen", "rows"]
 
 COARSE_CLOCK_S = 1.0  # a clock whose distinct readings are all at least this far apart was rounded
 MAX_TOKENS = 100_000_000
+_INSTANT = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2}[ T][0-9]{2}:[0-9]{2}:[0-9]{2})(?:\.([0-9]+))?(Z|[+-][0-9]{2}:?[0-9]{2})?")
 _BLOCK_SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -64,16 +67,14 @@ class _Cell:
         return number * unit_s
 
     def instant_s(self) -> float:
-        """A date and time with up to seven fractional digits, as seconds; the seventh digit (100 ns) counts."""
-        whole, _, fraction = str(self.value).strip().partition(".")
-        digits = fraction.rstrip("Z").removesuffix("+00:00") or "0"
+        """A date and time with up to seven fractional digits, as seconds; the seventh digit (100 ns) counts. Without an offset it is UTC."""
+        found = _INSTANT.fullmatch(str(self.value).strip())
         try:
-            moment = datetime.fromisoformat(whole.rstrip("Z")).replace(tzinfo=UTC)
-            if not digits.isdecimal():
-                raise ValueError(digits)
-        except ValueError:
+            whole, digits, offset = found.groups() if found is not None else ("", None, None)
+            moment = datetime.fromisoformat(whole + (offset or "").replace("Z", "+00:00"))
+            return (moment if offset else moment.replace(tzinfo=UTC)).timestamp() + float(f"0.{digits or 0}")
+        except (ValueError, OverflowError):
             raise self.fault("a date and time like 2023-11-16 18:15:46.6805900") from None
-        return moment.timestamp() + int(digits) / float(10 ** len(digits))
 
     def text(self) -> str:
         if not isinstance(self.value, str) or not self.value:
@@ -91,7 +92,7 @@ class _Cell:
             raise self.fault("a number")
         try:
             return float(self.value)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise self.fault("a number") from None
 
 
@@ -119,17 +120,28 @@ def _opened(path: Path) -> Iterator[Iterator[str]]:
     try:
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
-        with gzip.open(path, "rt", encoding="utf-8", newline="") if packed else path.open(encoding="utf-8", newline="") as stream:
-            yield iter(stream)
+        with gzip.open(path, "rb") if packed else path.open("rb") as stream:
+            yield _decoded(path, stream)
     except FileNotFoundError:
         raise ConfigError(f"trace file {path} does not exist", key="file", value=str(path), expected="a trace file") from None
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}: {error}", key=str(path), expected="a readable trace file, whole") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error}", key=str(path), expected="a text file, or gzip of one") from error
+
+
+def _decoded(path: Path, lines: Iterable[bytes]) -> Iterator[str]:
+    """Lines as text, without the byte order mark that spreadsheets begin a file with."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode()
+        except UnicodeDecodeError as error:
+            at = f"line {number}, byte {error.start + 1}"
+            raise ConfigError(f"{path}: {at}: not UTF-8 text", key=at, value=line, expected="a text file, or gzip of one") from error
 
 
 def _recognised(path: Path, first: str) -> TraceFormat:
+    if not first.strip():
+        said = "is empty" if not first else "begins with an empty line"
+        raise ConfigError(f"{path}: line 1: the file {said}", key="line 1", value=first, expected="a header, or one JSON object a line")
     if first.lstrip().startswith("{"):
         keys = _object(path, 1, first).keys()
         if {"timestamp", "input_length"} <= keys:
@@ -138,7 +150,7 @@ def _recognised(path: Path, first: str) -> TraceFormat:
             return "rows"
         columns = sorted(keys)
     else:
-        columns = [c.strip() for c in first.split(",")]
+        columns = _header(path, csv.reader([first]))
         for kind, needed in _CSV_COLUMNS.items():
             if set(needed) <= set(columns):
                 return kind
@@ -150,10 +162,17 @@ def _recognised(path: Path, first: str) -> TraceFormat:
 # ---- CSV
 
 
+def _header(path: Path, reader: Iterator[list[str]]) -> list[str]:
+    try:
+        return [c.strip() for c in next(reader, [])]
+    except csv.Error as error:
+        raise ConfigError(f"{path}: line 1: {error}", key="line 1", expected="CSV") from error
+
+
 def _csv_cells(path: Path, lines: Iterator[str], kind: TraceFormat) -> Iterator[Mapping[str, _Cell]]:
     """Each row's needed cells by column. Empty lines are skipped."""
     reader = csv.reader(lines)
-    header = [c.strip() for c in next(reader, [])]
+    header = _header(path, reader)
     places = {}
     for column in _CSV_COLUMNS[kind]:
         if column not in header:
@@ -164,6 +183,9 @@ def _csv_cells(path: Path, lines: Iterator[str], kind: TraceFormat) -> Iterator[
         for row in reader:
             if row:
                 at = reader.line_num
+                if any(cell.strip() for cell in row[len(header) :]):  # 1,234 without quotes: what follows is in the wrong column
+                    message = f"{path}: line {at}, column {len(header) + 1}: {len(row)} cells, the header names {len(header)}"
+                    raise ConfigError(message, key=f"line {at}, column {len(header) + 1}", value=row, expected=f"{len(header)} cells")
                 yield {c: _Cell(path, at, c, row[i] if i < len(row) else None) for c, i in places.items()}
     except csv.Error as error:
         raise ConfigError(f"{path}: line {reader.line_num}: {error}", key=f"line {reader.line_num}", expected="CSV") from error
@@ -207,7 +229,7 @@ def _read_servegen(path: Path, lines: Iterator[str], seed: int) -> Trace:
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         column = getattr(error, "colno", 1)
         message = f"{path}: line {number}, column {column}: not JSON: {error}"
         raise ConfigError(message, key=f"line {number}, column {column}", value=line, expected="one JSON object a line") from error
@@ -254,27 +276,28 @@ def _block_tokens(ids: Sequence[tuple[_Cell, int, int]]) -> int:
 
 
 def _read_rows(path: Path, lines: Iterator[str], arm: str | None) -> Trace:
-    """Each request once: rows of one arm, the first round that the file has."""
+    """Each request once: rows of one arm, at the first rate and in the first round that the file has of it."""
     requests = []
     seen: set[str] = set()
     chosen = arm
-    round_: Any = None
+    turn: Any = None
     for number, row in _objects(path, lines):
         name = _cell(path, number, row, "arm").text()
         seen.add(name)
         chosen = chosen or name
         if name != chosen:
             continue
-        this = _cell(path, number, row, "round").value
-        round_ = this if round_ is None else round_
-        if this == round_:
+        this = (_cell(path, number, row, "round").value, row.get("rate_rps"))
+        turn = turn or this
+        if this == turn:
             due, given, wanted, slo_class = (
                 _cell(path, number, row, c) for c in ("due_s", "input_tokens", "max_output_tokens", "slo_class")
             )
             requests.append(TraceRequest(due.seconds(), given.tokens(), wanted.tokens(), slo_class.text()))
     if arm is not None and arm not in seen:
         raise ConfigError(f"{path}: no row of arm {arm!r}; it has {', '.join(sorted(seen))}", key="arm", value=arm)
-    return Trace(_stem(path), tuple(requests), notes=(f"round {round_} of arm {chosen}",))
+    at = "" if turn is None or turn[1] is None else f", {turn[1]:g} requests/s" if isinstance(turn[1], int | float) else f", {turn[1]}"
+    return Trace(_stem(path), tuple(requests), notes=(f"round {turn[0] if turn else 1} of arm {chosen}{at}",))
 
 
 # ---- a rounded clock

@@ -97,6 +97,28 @@ def test_our_own_rows_are_replayed_once(write: Any) -> None:
     assert len(read_trace(write(rows, "requests.jsonl"), arm="colocated").requests) == 1
 
 
+def test_of_a_sweep_one_rate_is_replayed(write: Any) -> None:
+    """The same round of every rate in one trace would be their sum."""
+    rows = row(rate_rps=0.5) + row(rate_rps=2.0, due_s=0.1) + row(rate_rps=0.5, due_s=0.7)
+    trace = read_trace(write(rows, "requests.jsonl"))
+    assert [r.arrival_s for r in trace.requests] == [0.5, 0.7]
+    assert trace.notes == ("round 1 of arm disagg, 0.5 requests/s",)
+
+
+@pytest.mark.parametrize("text", [AZURE, BURST, SERVEGEN, mooncake((0, 5, 1)), row()])
+def test_a_byte_order_mark_and_the_ends_of_other_systems_lines_change_nothing(tmp_path: Path, text: str) -> None:
+    plain, other = tmp_path / "trace.a", tmp_path / "trace.b"
+    plain.write_bytes(text.encode())
+    other.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert read_trace(other).requests == read_trace(plain).requests
+
+
+def test_a_quoted_header_and_an_offset_from_utc(write: Any) -> None:
+    header = '"TIMESTAMP","ContextTokens","GeneratedTokens"\n'
+    trace = read_trace(write(header + "2024-05-10 00:00:00.5+00:00,1,1\n2024-05-10 01:00:01+01:00,1,1\n2024-05-10T00:00:02Z,1,1\n"))
+    assert [r.arrival_s for r in trace.requests] == [0.0, 0.5, 1.5]
+
+
 @pytest.mark.parametrize(
     ("text", "where"),
     [
@@ -106,10 +128,12 @@ def test_our_own_rows_are_replayed_once(write: Any) -> None:
         (AZURE + "yesterday,12,5\n", "line 4, column TIMESTAMP"),
         (AZURE + "2023-11-16 18:15:51.12x,12,5\n", "line 4, column TIMESTAMP"),
         (AZURE + "2023-11-16 18:15:51,12\n", "line 4, column GeneratedTokens"),
+        (AZURE + "2023-11-16 18:15:51,1,234,5\n", "line 4, column 4"),
         ("arrival_s,input_tokens,output_tokens\n-1,5,5\n", "line 2, column arrival_s"),
         ("arrival_s,input_tokens,output_tokens\nnan,5,5\n", "line 2, column arrival_s"),
         ("arrival_s,input_tokens,output_tokens\n", "line 1"),
         ("", "line 1"),
+        ("\n" + SERVEGEN, "line 1"),
         ("time,tokens\n1,2\n", "line 1"),
         ('{"timestamp": 0, "input_length": 5}\n', "line 1, column output_length"),
         ('{"timestamp": 0, "input_length": 5, "output_length": true}\n', "line 1, column output_length"),
@@ -117,6 +141,8 @@ def test_our_own_rows_are_replayed_once(write: Any) -> None:
         ('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": "x"}\n', "line 1, column hash_ids"),
         (mooncake((0, 5, 1)) + "{broken\n", "line 2, column 2"),
         (mooncake((0, 5, 1)) + "[1]\n", "line 2"),
+        (mooncake((0, 5, 1)) + "[" * 100_000 + "\n", "line 2, column 1"),
+        ('{"timestamp": 0, "input_length": 1' + "0" * 400 + ', "output_length": 1}\n', "line 1, column input_length"),
         (row() + row(due_s=None), "line 2, column due_s"),
         (row() + row(slo_class=3), "line 2, column slo_class"),
     ],
@@ -138,8 +164,8 @@ def test_files_that_cannot_be_read(tmp_path: Path, write: Any) -> None:
     with pytest.raises(ConfigError, match=r"cut\.gz"):
         read_trace(cut)
     binary = tmp_path / "binary.csv"
-    binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="not UTF-8"):
+    binary.write_bytes(AZURE.encode() + b"2023-11-16 18:15:51,\xff\xfe,1\n")
+    with pytest.raises(ConfigError, match="line 4, byte 21: not UTF-8"):
         read_trace(binary)
     with pytest.raises(ConfigError, match="needs arrival_s"):
         read_trace(write(AZURE), "servegen")
