@@ -94,25 +94,31 @@ def ab(
     from disagg.ab.progress import RunProgress
     from disagg.ab.result import priced
     from disagg.ab.rules import RangeSearch
-    from disagg.ab.run import compare
+    from disagg.ab.run import begin, compare
     from disagg.ab.table import WIDTH, render
     from disagg.ab.trace_workload import load_any_workload
+    from disagg.ab.turns import check_external
     from disagg.config import load_topology
+    from disagg.errors import ConfigError
 
     loaded = load_topology(topology, overrides_of(settings))
     wanted = _lasting(load_any_workload(workload), duration_s)
+    asked_rates = rates_of(rates)
+    if sweep and asked_rates:
+        raise ConfigError(key="--sweep", value=rates, expected="no --rates beside it: it finds them")
+    chosen = _arms(loaded, arms, chunk)
     folder: OutFolder | None = None
     if fit_machine is not None:
         fit = fit_of(fit_machine)
         folder = OutFolder(out, resume=resume)
         loaded, wanted = fitted_to_machine(loaded, wanted, fit, topology.parent, folder, address)
-    chosen = _arms(loaded, arms, chunk)
+        chosen = _arms(loaded, arms, chunk)
     comparison = compare(
         loaded,
         wanted,
         resident=_stays_up(chosen) and address is None if resident is None else resident,
         arms=chosen,
-        rates=rates_of(rates),
+        rates=asked_rates,
         search=RangeSearch(points=points) if sweep else None,
         rounds=rounds,
         most_rounds=max_rounds,
@@ -120,7 +126,9 @@ def ab(
         seed=seed,
         vocab_size=_vocab_size(loaded, topology.parent) if all(arm.topology is None for arm in chosen) else None,
     )
+    asyncio.run(check_external(comparison.arms, comparison.workload, comparison.classes))
     folder = folder or OutFolder(out, resume=resume)
+    begin(comparison, folder, resume=resume)
     with RunProgress(Console(stderr=True)) as progress:
         if folder.moved_to is not None:
             progress.say(f"the older result is now in {folder.moved_to}")
@@ -139,10 +147,10 @@ def ab(
     if not console.is_terminal:
         console.width = WIDTH
     console.print(render(result))
-    console.print(f"{folder.result}  {folder.requests}", soft_wrap=True)
+    console.print(f"{folder.result}  {folder.requests}", soft_wrap=True, markup=False)
     print_report(folder.path)
     if result.not_a_result is not None:
-        console.print(f"not a result: {result.not_a_result}", soft_wrap=True)
+        console.print(f"not a result: {result.not_a_result}", soft_wrap=True, markup=False)
         raise typer.Exit(1)
 
 

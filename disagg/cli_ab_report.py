@@ -15,6 +15,8 @@ import typer
 
 from disagg.cli_up import SET_HELP, overrides_of
 
+LEVEL = 0.9  # of attainment, from which on targets count as met
+
 if TYPE_CHECKING:
     from disagg.ab.compare import SideBySide
     from disagg.ab.load import StreamingClient
@@ -82,7 +84,8 @@ def compare(
 
     results = [read_result(folder / "result.json") for folder in (a, b)]
     rows = [read_rows(folder / "requests.jsonl") for folder in (a, b)]
-    found = side_by_side(results[0], rows[0], results[1], rows[1], classes_of(results[0]), _pair(arms, *results))
+    classes = {c.name: c for result in reversed(results) for c in classes_of(result)}
+    found = side_by_side(results[0], rows[0], results[1], rows[1], list(classes.values()), _pair(arms, *results))
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
     else:
@@ -115,7 +118,7 @@ def _print_side_by_side(found: SideBySide, a: Path, b: Path) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
-    console.print(f"A: {a}\nB: {b}", soft_wrap=True)
+    console.print(f"A: {a}\nB: {b}", soft_wrap=True, markup=False)
     for sentence in found.obstacles:
         console.print(f"not comparable: {sentence}", style="yellow", soft_wrap=True, markup=False)
     for sentence in found.notes:
@@ -143,7 +146,8 @@ def advise(
     from disagg.ab.advise import advise as find
     from disagg.ab.result import read_result
 
-    found = find(read_result(result / "result.json" if result.is_dir() else result))
+    checked = read_result(result / "result.json" if result.is_dir() else result)
+    found = find(checked)
     if as_json:
         typer.echo(json.dumps([asdict(advice) for advice in found], indent=2))
         return
@@ -151,7 +155,14 @@ def advise(
         whose = f"{advice.arm}, {advice.slo_class}" if advice.slo_class else advice.arm
         typer.echo(f"{whose}: {advice.rule}\n  because {advice.because}\n  try: {advice.do}")
     if not found:
-        typer.echo("No rule applies: targets are met without much headroom, tails are short, nothing was refused.")
+        typer.echo(_nothing_to_say(checked))
+
+
+def _nothing_to_say(result: Result) -> str:
+    shares = [figures.slo_attainment for figures in result.arms.values()]
+    if any(share is None or share < LEVEL for share in shares):
+        return "No rule applies: targets are missed, but too little was measured to say why."
+    return "No rule applies: targets are met without much headroom, tails are short, nothing was refused or failed."
 
 
 def replay(
@@ -181,10 +192,10 @@ def replay(
     if not console.is_terminal:
         console.width = WIDTH
     console.print(render(result))
-    console.print(f"{folder.result}  {folder.requests}", soft_wrap=True)
+    console.print(f"{folder.result}  {folder.requests}", soft_wrap=True, markup=False)
     print_report(folder.path)
     if result.not_a_result is not None:
-        console.print(f"not a result: {result.not_a_result}", soft_wrap=True)
+        console.print(f"not a result: {result.not_a_result}", soft_wrap=True, markup=False)
         raise typer.Exit(1)
 
 

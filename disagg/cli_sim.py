@@ -67,7 +67,9 @@ def sim(
         loaded, measured = profiled_topology(loaded, profile), load_profile(profile)
     arms = {mode: loaded.with_mode(_mode(mode)) for mode in modes or [loaded.mode]}
     wanted = load_any_workload(workload)
-    sent = _traces(wanted, loaded.slo_classes, traces, seed, 1.0 if goodput else rate, rates_of(rates))
+    if seed is not None:
+        wanted = wanted.model_copy(update={"seed": seed})
+    sent = _traces(wanted, loaded.slo_classes, traces, 1.0 if goodput else rate, rates_of(rates))
     world = SimSettings(
         network_s=network_ms / 1e3,
         **_link(link_gbps, measured),
@@ -82,27 +84,30 @@ def sim(
 
 
 def _traces(
-    workload: AnyWorkload, classes: Sequence[SloClass], folder: Path | None, seed: int | None, factor: float, rates: Sequence[float]
+    workload: AnyWorkload, classes: Sequence[SloClass], folder: Path | None, factor: float, rates: Sequence[float]
 ) -> dict[float, Trace]:
     """What is sent, by mean requests/s: the workload at each of `rates` as `disagg ab` scales it, or else `factor` times as fast.
 
     Raises ConfigError.
     """
     from disagg.ab.rules import rounded
+    from disagg.ab.trace_plan import RATELESS
     from disagg.ab.trace_workload import workload_trace
     from disagg.ab.workload import Workload, faster, mean_rate_rps
     from disagg.errors import ConfigError
     from disagg.trace import Scaling, scale
 
-    trace = workload_trace(workload, classes, folder, seed=seed)
+    trace = workload_trace(workload, classes, folder)
     own_rps = mean_rate_rps(workload) if isinstance(workload, Workload) else trace.mean_rate_rps
     if not rates:
         return {rounded(own_rps * factor): scale(trace, Scaling(rate_factor=factor)) if factor != 1.0 else trace}
     for rate in rates:
         if not 0 < rate < 1e6:
             raise ConfigError(key="--rates", value=rate, expected="requests per second above 0, separated by commas")
+    if own_rps <= 0:
+        raise ConfigError(key="--rates", value=rates, expected=RATELESS)
     if isinstance(workload, Workload):
-        return {rate: workload_trace(faster(workload, rate / own_rps), classes, seed=seed) for rate in sorted(map(rounded, rates))}
+        return {rate: workload_trace(faster(workload, rate / own_rps), classes) for rate in sorted(map(rounded, rates))}
     return {rate: scale(trace, Scaling(rate_factor=rate / own_rps)) for rate in sorted(map(rounded, rates))}
 
 
@@ -130,9 +135,10 @@ def _print_result(
 
     from disagg.ab.out import OutFolder
     from disagg.ab.rows import Row, RowFile
-    from disagg.ab.simulate import sim_rows, simulate_arms, simulated_result
+    from disagg.ab.simulate import check_arms, sim_rows, simulate_arms, simulated_result
     from disagg.ab.table import WIDTH, render
 
+    check_arms(arms, world)  # before an older result moves away
     folder = OutFolder(out)
     trace = next(iter(sent.values()))
     rows: dict[str, list[Row]] = {name: [] for name in arms}
@@ -152,8 +158,8 @@ def _print_result(
         console.width = WIDTH
     console.print(render(result))
     for note in trace.notes:
-        console.print(f"trace: {note}")
-    console.print(f"{folder.result}  {folder.requests}", soft_wrap=True)
+        console.print(f"trace: {note}", markup=False)
+    console.print(f"{folder.result}  {folder.requests}", soft_wrap=True, markup=False)
     if report:
         from disagg.cli_ab_report import print_report
 

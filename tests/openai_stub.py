@@ -11,6 +11,15 @@ from typing import Any
 from aiohttp import web
 
 
+ODD: dict[str, dict[str, Any]] = {
+    "odd choices": {"choices": 5},
+    "odd choice": {"choices": ["x"]},
+    "odd ids": {"choices": [{"token_ids": 7}]},
+    "odd usage": {"choices": [], "usage": {"completion_tokens": [1]}},
+    "odd reason": {"choices": [{"text": "", "finish_reason": ["stop"]}]},
+}
+
+
 class OpenAiServer:
     """OpenAI's completions: as many tokens as asked, `tokens_a_message` at a time. `fault`: what goes wrong, after the warm-up."""
 
@@ -32,6 +41,10 @@ class OpenAiServer:
             return web.json_response({"error": "full"}, status=503, headers={"Retry-After": "2"})
         if fault == "broken":
             return web.Response(status=500, text="it broke")
+        if fault == "other letters":
+            return web.Response(status=502, body=b"<html>caf\xe9 \xff</html>", content_type="text/html")
+        if fault == "a page":
+            return web.Response(text="<html>Welcome</html>", content_type="text/html")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         left = body["max_tokens"]
@@ -46,6 +59,10 @@ class OpenAiServer:
                 return response
             if fault == "garbage":
                 await response.write(b"data: {not json\n\n")
+            if fault == "silence":
+                await asyncio.sleep(60)
+            if fault in ODD:
+                await send(response, ODD[fault])
         await send(response, {"choices": [], "usage": {"completion_tokens": body["max_tokens"], "prompt_tokens": len(body["prompt"])}})
         await response.write(b"data: [DONE]\n\n")
         return response

@@ -1,5 +1,6 @@
 """What to tune next, as rules over a result; each piece of advice carries the numbers that triggered it. Pure.
 
+requests failed                    -> why, before anything is tuned
 TPOT far below its target          -> larger decode batches: throughput is left unused
 TPOT near or over its target       -> quantise weights or KV, or more decode workers
 TTFT missed                        -> by its largest phase: more prefill workers, chunk size, prefix cache, network
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from disagg.ab.result import ArmFigures, ClassFigures, Distribution, PhasesReport, Result
+from disagg.ab.result import ArmFigures, ClassFigures, Distribution, Figures, PhasesReport, Result
 
 HEADROOM = 0.5  # TPOT p95 below this share of its target leaves room for a larger batch
 NEAR = 0.9
@@ -40,14 +41,28 @@ def advise(result: Result) -> list[Advice]:
     for arm, figures in result.arms.items():
         setup = result.setups.get(arm)
         kind = setup.kind if setup is not None else arm.split("-")[0]
+        found += _failures(arm, figures)
         for name, own in figures.classes.items():
             found += _tpot(arm, name, own, kind)
-            found += _ttft(arm, name, own, figures.phases, kind)
-        found += _tails(arm, figures)
+            found += _ttft(arm, name, own, own.phases or figures.phases, kind)
+        # Chats and documents together have a long tail whatever is tuned: each class has its own.
+        for slo_class, part in figures.classes.items() if len(figures.classes) > 1 else [(None, figures)]:
+            found += _tails(arm, slo_class, part)
         found += _memory(result, arm, figures)
         found += _transfer(arm, figures.phases)
         found += _knee(result, arm, figures)
     return found
+
+
+def _failures(arm: str, figures: ArmFigures) -> Iterator[Advice]:
+    if not figures.failed:
+        return
+    kinds = {kind: n for kind, n in figures.errors.items() if kind != "RejectedError"}
+    because = f"{figures.failed} of {figures.sent} requests failed ({', '.join(f'{n} x {kind}' for kind, n in sorted(kinds.items()))})"
+    do = "read their messages in requests.jsonl first: what failed is in no latency, so the other figures are of those that were left"
+    if "DeadlineError" in kinds:
+        do += "; past the deadline: a lower rate, or a longer timeout_s"
+    yield Advice(arm, None, "requests fail", because, do)
 
 
 def _tpot(arm: str, name: str, own: ClassFigures, kind: str) -> Iterator[Advice]:
@@ -57,7 +72,8 @@ def _tpot(arm: str, name: str, own: ClassFigures, kind: str) -> Iterator[Advice]
     label, value = measured
     because = f"TPOT {label} {_ms(value)} against a target of {_ms(target)} ({value / target:.0%})"
     if value < HEADROOM * target:
-        do = "let more requests decode together (max_num_seqs up, or fewer decode workers): a step's weights are read once for all of them"
+        fewer = ", or fewer decode workers" if kind in ("disagg", "adaptive") else ""
+        do = f"let more requests decode together (max_num_seqs up{fewer}): a step's weights are read once for all of them"
         yield Advice(arm, name, "TPOT has headroom", because, do)
     elif value > NEAR * target:
         more = "more decode workers" if kind in ("disagg", "adaptive") else "more workers, or a smaller chunk (max_num_batched_tokens)"
@@ -87,7 +103,7 @@ def _ttft(arm: str, name: str, own: ClassFigures, phases: PhasesReport | None, k
     yield Advice(arm, name, "TTFT misses its target", f"{because}; the largest part is {phase}, {_ms(mean_s)} on average ({share:.0%})", do)
 
 
-def _tails(arm: str, figures: ArmFigures) -> Iterator[Advice]:
+def _tails(arm: str, slo_class: str | None, figures: Figures) -> Iterator[Advice]:
     for name, distribution in (("TTFT", figures.ttft_s), ("TPOT", figures.tpot_s), ("ITL", figures.itl_s)):
         if distribution.p99 is None or not distribution.p50 or distribution.p99 <= TAIL * distribution.p50:
             continue
@@ -96,18 +112,17 @@ def _tails(arm: str, figures: ArmFigures) -> Iterator[Advice]:
             do = "gaps come from prefills in the decode batch (smaller chunk, or disaggregate) or from preemptions (reserve KV memory)"
         else:
             do = "look at preemptions, reserve KV memory for running requests, bound concurrency (max_num_seqs, admission)"
-        yield Advice(arm, None, "the tail is long", because, do)
+        yield Advice(arm, slo_class, "the tail is long", because, do)
 
 
 def _memory(result: Result, arm: str, figures: ArmFigures) -> Iterator[Advice]:
     workers = (result.environment.get("workers") or {}).get(arm) or []
     preempted = sum(int(w.get("preemptions", 0)) for w in workers if isinstance(w, dict))
-    refused = sum(n for kind, n in figures.errors.items() if kind == "RejectedError")
     if preempted:
         because = f"{preempted} preemptions over {figures.sent} requests: running requests lost their KV memory"
         yield Advice(arm, None, "KV memory is full", because, "a smaller decode batch (max_num_seqs), FP8 KV, or more memory for the cache")
-    if refused:
-        because = f"{refused} of {figures.sent} requests were refused by admission"
+    if figures.rejected:
+        because = f"{figures.rejected} of {figures.sent} requests were refused by admission"
         yield Advice(arm, None, "requests are refused", because, "a lower rate, more workers, or a longer queue for classes that can wait")
 
 
@@ -127,13 +142,14 @@ def _knee(result: Result, arm: str, figures: ArmFigures) -> Iterator[Advice]:
     attained, concurrency = figures.slo_attainment, figures.mean_concurrency
     if curve is None or attained is None or concurrency is None or attained >= _LEVEL or concurrency <= curve.recommended_concurrency:
         return
-    because = (
-        f"{attained:.0%} within SLO with {concurrency:.1f} requests in the system at {result.rate_rps or 0:g}/s; up to "
-        f"{curve.recommended_concurrency:.1f} (at {curve.recommended_rps:.3g}/s) it keeps {curve.level:.0%}"
-    )
-    yield Advice(
-        arm, None, "operated past its goodput", because, f"bound concurrency near {curve.recommended_concurrency:.0f}, or add workers"
-    )
+    because = f"{attained:.0%} within SLO with {concurrency:.1f} requests in the system at {result.rate_rps or 0:g}/s; "
+    if curve.goodput_bound == "below":
+        do = "a lower rate, looser targets, or more workers: what it can keep was not measured"
+        yield Advice(arm, None, "operated past its goodput", f"{because}no measured rate keeps {curve.level:.0%}", do)
+        return
+    because += f"up to {curve.recommended_concurrency:.1f} (at {curve.recommended_rps:.3g}/s) it keeps {curve.level:.0%}"
+    bound = max(1, round(curve.recommended_concurrency))
+    yield Advice(arm, None, "operated past its goodput", because, f"bound concurrency near {bound}, or add workers")
 
 
 def _best(distribution: Distribution) -> tuple[str, float] | None:

@@ -35,11 +35,9 @@ class ChunkLadder:
     start: int
 
     def next_size(self, trials: Mapping[int, ChunkTrial]) -> int | None:
-        """What to try next; None when the best one has been passed on both sides, or MOST_TRIALS were made."""
+        """What to try next; None when the best one has been passed on both sides."""
         if not trials:
             return self.start
-        if len(trials) >= MOST_TRIALS:
-            return None
         place = self.sizes.index(best(trials.values()).chunk_tokens)
         around = [self.sizes[i] for i in (place + 1, place - 1) if 0 <= i < len(self.sizes)]
         return next((size for size in around if size not in trials), None)
@@ -82,8 +80,11 @@ async def search_chunk(
     `out` keeps the trials' rows; what is in it is not measured again. Raises what Turns.measure raises.
     """
     arms = trial_arms(arm)
-    planned = [r for r in plan_round(workload, classes, workload.seed, 0) if r.due_s < TRIAL_S]
-    planned = [replace(r, seed=f"{r.seed}/chunk") for r in planned]
+    whole_round = plan_round(workload, classes, workload.seed, 0)
+    begin_s = whole_round[0].due_s
+    planned = [
+        replace(r, due_s=round(r.due_s - begin_s, 6), seed=f"{r.seed}/chunk") for r in whole_round if r.due_s < begin_s + TRIAL_S
+    ]
     trials: dict[int, ChunkTrial] = {}
     with Turns(source, out, progress, classes, vocab_size=None, resume=True) as turns:
         while len(trials) < most_trials and (size := ladder(arm).next_size(trials)) is not None:

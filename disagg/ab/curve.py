@@ -59,11 +59,12 @@ def _gain(before: LoadPoint, point: LoadPoint) -> float:
 
 
 def knee_of(points: Sequence[LoadPoint]) -> LoadPoint | None:
-    """The point of greatest power; None for fewer than three points, or when that is the highest rate: the knee lies beyond it."""
+    """The point of greatest power; None for fewer than three points, where nothing was completed, or when it is the highest rate: the knee
+    lies beyond that."""
     if len(points) < _LEAST_POINTS:
         return None
     best = max(points, key=lambda p: p.power)
-    return None if best.rate_rps == points[-1].rate_rps else best
+    return None if best.rate_rps == points[-1].rate_rps or best.power <= 0 else best
 
 
 def concurrency_at(points: Sequence[LoadPoint], rate_rps: float) -> float:

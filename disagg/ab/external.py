@@ -32,6 +32,9 @@ from disagg.types import FinishReason, Token
 KEY_VARIABLE = "OPENAI_API_KEY"  # whose value is sent as a bearer token, where it is set
 CONNECT_TIMEOUT_S = 5.0
 INFO_TIMEOUT_S = 10.0
+_MOST_SAID_BYTES = 2_000  # of an error's body
+_MOST_EVENT_BYTES = 16_000_000
+_MOST_MISSING = 1_000_000  # tokens that only the final usage counts
 _UNNAMED = Token(token_id=-1)
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -95,10 +98,13 @@ class ExternalClient:
         try:
             async with self._session.post(f"{self.url}/v1/completions", json=body, timeout=timeout) as response:
                 if response.status != 200:
-                    raise _refusal(response.status, (await response.text())[:500], response.headers.get("Retry-After"))
+                    said = await response.content.read(_MOST_SAID_BYTES)
+                    raise _refusal(response.status, said.decode(errors="replace"), response.headers.get("Retry-After"))
                 async with aclosing(_events(response)) as events, aclosing(_parts(events)) as parts:
                     async for part in parts:
                         yield part
+        except aiohttp.ConnectionTimeoutError as error:
+            raise GatewayUnreachableError(f"nothing answers at {self.url} within {CONNECT_TIMEOUT_S:g} s", address=self.url) from error
         except TimeoutError as error:
             raise DeadlineError(f"no whole answer within {timeout_s:g} s") from error
         except aiohttp.ClientConnectorError as error:
@@ -112,6 +118,8 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[dict[str, 
     buffer = b""
     async for data in response.content.iter_any():
         *lines, buffer = (buffer + data).split(b"\n")
+        if len(buffer) > _MOST_EVENT_BYTES:
+            raise EngineError(f"the stream holds a line of over {_MOST_EVENT_BYTES:,} bytes")
         for line in lines:
             text = line.strip()
             if not text.startswith(b"data:"):
@@ -126,38 +134,51 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[dict[str, 
             if not isinstance(event, dict):
                 raise EngineError(f"the stream holds what is no object: {text[:80]!r}")
             yield event
-    raise EngineError("the stream ended without [DONE]")
+    raise EngineError(f"the stream ended without [DONE] (HTTP {response.status}, {response.content_type})")
 
 
 async def _parts(events: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[Part, None]:
-    """Parts of an answer; the one with the finish reason comes last, when usage has told how many tokens there were."""
+    """Parts of an answer; the one with the finish reason comes last, when usage has told how many tokens there were.
+
+    Raises EngineError for events that are no completion's.
+    """
     seen, named = 0, False
     finish: FinishReason | None = None
-    total: int | None = None
+    total = 0
     async for event in events:
         if error := event.get("error"):
             raise EngineError(f"the server broke off: {json.dumps(error)[:300]}")
-        if usage := event.get("usage"):
-            total = usage.get("completion_tokens", total)
-        for choice in event.get("choices") or ():
-            ids = choice.get("token_ids")
-            named = named or ids is not None
-            count = len(ids) if ids is not None else 0 if named or not (choice.get("text") or "") else 1
-            seen += count
-            finish = _FINISH.get(choice.get("finish_reason") or "", finish)
-            if count:
-                yield Part("", (_UNNAMED,) * count, choice.get("text") or "")
+        try:
+            if usage := event.get("usage"):
+                total = int(usage.get("completion_tokens") or total)
+            choices = [_choice(choice) for choice in event.get("choices") or ()]
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
+            raise EngineError(f"the stream holds what is no completion: {json.dumps(event)[:300]}") from error
+        for count, text, ended in choices:
+            finish = ended or finish
+            named = named or count is not None
+            tokens = count if count is not None else int(bool(text) and not named)
+            seen += tokens
+            if tokens:
+                yield Part("", (_UNNAMED,) * tokens, text)
     if finish is None:
         raise EngineError("the answer ended without a finish reason")
-    missing = max(0, (total or 0) - seen)
-    yield Part("", (_UNNAMED,) * missing, "", finish)
+    if total - seen > _MOST_MISSING:
+        raise EngineError(f"the server counted {total:,} tokens and sent {seen:,}")
+    yield Part("", (_UNNAMED,) * max(0, total - seen), "", finish)
+
+
+def _choice(raw: dict[str, Any]) -> tuple[int | None, str, FinishReason | None]:
+    """How many token ids it names (None: none are named), its text, its finish reason."""
+    ids = raw.get("token_ids")
+    return None if ids is None else len(ids), str(raw.get("text") or ""), _FINISH.get(raw.get("finish_reason") or "")
 
 
 def _refusal(status: int, text: str, retry_after: str | None) -> DisaggError:
     """An HTTP error as one of ours."""
     said = f"HTTP {status}: {' '.join(text.split())[:300]}"
     if status in (429, 503):
-        return RejectedError(said, retry_after_s=float(retry_after) if retry_after and retry_after.isdigit() else 1.0)
+        return RejectedError(said, retry_after_s=float(retry_after) if retry_after and retry_after.isdecimal() else 1.0)
     if status in (401, 403):
         return AccessError(said)
     if 400 <= status < 500:

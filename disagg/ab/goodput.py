@@ -64,15 +64,21 @@ class _Attainments:
 
 
 def goodput_interval(rows: Sequence[Row], classes: Sequence[SloClass], level: float = LEVEL) -> tuple[Effect, Bound]:
-    """One arm's goodput in requests/s with its 95 % interval. An interval ends at the highest rate that was measured."""
+    """One arm's goodput in requests/s with its 95 % interval. An interval ends at the highest rate that was measured.
+
+    Where the lightest rate failed already, the interval is all that lies below it: the line to (0, 1) is no measurement.
+    """
     durations = sorted(r.end_s - r.sent_s for r in rows)
     memory_s = durations[int(0.9 * (len(durations) - 1))]
     blocks = time_blocks([r.round for r in rows], [r.due_s for r in rows], memory_s, [r.rate_rps for r in rows])
     arm = _Attainments(rows, classes, blocks, level)
     found = interval(arm, blocks)
     assert found is not None
-    highest = max(arm.at(blocks.everything()))
-    return Effect(found.value, max(0.0, found.low), min(found.high, highest)), goodput_rps(arm.at(blocks.everything()), level)[1]
+    attainment = arm.at(blocks.everything())
+    bound = goodput_rps(attainment, level)[1]
+    if bound == "below":
+        return Effect(found.value, 0.0, max(found.high, min(attainment))), bound
+    return Effect(found.value, max(0.0, found.low), min(found.high, max(attainment))), bound
 
 
 def compare_goodput(

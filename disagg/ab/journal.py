@@ -1,6 +1,7 @@
 """What a run has behind it, on disk, so that an interrupted one goes on where it was.
 
-run.json            what is measured (workload, arms): written first; a resumed run must be about the same
+asked.json          what was asked for (workload, arms), written before anything starts; a resumed run must ask for the same
+run.json            what is measured: the same with the colocated arm's chunk as it was found
 rounds.jsonl        one line per turn that ended, written when all of its rows are in requests.jsonl
 requests.jsonl      the rows that count
 requests-void.jsonl rows of turns that were cut off or measured again; they count nowhere
@@ -50,8 +51,9 @@ class Journal:
 
     @property
     def counted(self) -> dict[TurnKey, Turn]:
-        """The turns that count."""
-        return {turn.key: turn for turn in self.turns if turn.counts}
+        """The turns that count: what was said last of each."""
+        last = {turn.key: turn for turn in self.turns}
+        return {key: turn for key, turn in last.items() if turn.counts}
 
     def append(self, turn: Turn) -> None:
         """Remember a turn. Raises DiskError."""
@@ -80,10 +82,10 @@ def restore(journal: Journal, requests: Path, void: Path) -> list[Row]:
 
     Raises ConfigError when requests.jsonl has not what the journal says, DiskError.
     """
-    if not requests.exists():
-        return []
     counted = journal.counted
-    rows = read_rows(requests)
+    if not requests.exists() and not counted:
+        return []
+    rows = read_rows(requests) if requests.exists() else []
     orphans = sorted({key for row in rows if (key := _key(row)) not in counted})
     number: dict[TurnKey, int] = {}
     for row in rows:
@@ -103,13 +105,13 @@ def _key(row: Row) -> TurnKey:
 
 
 def check_same_run(path: Path, now: Mapping[str, Any]) -> None:
-    """That run.json describes the run that is to go on. Raises ConfigError that names the first thing that differs."""
+    """That `path` (run.json or asked.json) describes the run that is to go on. Raises ConfigError that names the first thing that differs."""
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--resume: {path}: {error}", key="--resume", value=str(path), expected="the folder of an interrupted run"
-        ) from error
+        expected = "the folder of an interrupted run"
+        message = f"--resume: {path} cannot be read ({type(error).__name__}); expected {expected}"
+        raise ConfigError(message, key="--resume", value=str(path), expected=expected) from error
     for key, old, new in _differences("", before, json.loads(json.dumps(now))):
         raise ConfigError(
             f"--resume: {key} was {shorten(old)} in {path.parent}, and is {shorten(new)} now; another comparison needs another folder",

@@ -16,6 +16,7 @@ FILES = (
     "requests.jsonl",
     "requests-void.jsonl",
     "rounds.jsonl",
+    "asked.json",
     "run.json",
     "machine.json",
     "chunk-search",
@@ -54,6 +55,10 @@ class OutFolder:
     @property
     def rounds(self) -> Path:
         return self.path / "rounds.jsonl"
+
+    @property
+    def asked(self) -> Path:
+        return self.path / "asked.json"
 
     @property
     def run(self) -> Path:

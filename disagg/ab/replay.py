@@ -56,14 +56,16 @@ def load_recording(path: Path, arm: str | None = None) -> Recording:
     chosen = names[0] if arm is None else arm
     if chosen not in names:
         raise ConfigError(key="--arm", value=arm, expected=f"an arm of {path}: {nearest(chosen, names)}")
-    own = tuple(sorted((r for r in rows if r.arm == chosen), key=lambda r: (r.rate_rps or 0.0, r.round, r.index)))
+    # What was sent again once is no replay of itself: both would have one name.
+    name = f"{chosen}-before" if chosen == REPLAY else chosen
+    own = tuple(sorted((replace(r, arm=name, rate_rps=r.rate_rps or 0.0) for r in rows if r.arm == chosen), key=lambda r: (r.rate_rps or 0.0, r.round, r.index)))
     beside = path.with_name("result.json")
     result = read_result(beside) if beside.exists() else None
     classes = _classes(own, result)
     planned, same = _planned(own, result, classes)
     workload = dict(result.workload) if result else {"name": path.stem}
     vocab_size = result.environment.get("vocab_size") if result is not None else None
-    return Recording(chosen, own, planned, classes, workload, _timeout_s(result), same, vocab_size)
+    return Recording(name, own, planned, classes, workload, _timeout_s(result), same, vocab_size)
 
 
 def _classes(rows: Sequence[Row], result: Result | None) -> tuple[SloClass, ...]:
@@ -122,7 +124,7 @@ def _from_row(row: Row) -> PlannedRequest:
         slo_class=row.slo_class,
         due_s=row.due_s,
         input_tokens=row.input_tokens,
-        output_tokens=row.max_output_tokens,
+        output_tokens=row.output_tokens if row.is_whole else row.max_output_tokens,  # one that ended by itself was shorter
         shared_prefix_tokens=0,
         ignore_eos=True,
         temperature=0.0,
@@ -182,8 +184,7 @@ async def _warm_up(recording: Recording, client: StreamingClient, vocab_size: in
 
 
 def _result(recording: Recording, sent: Sequence[Row], reports: Mapping[Turn, LoadReport], environment: Mapping[str, Any]) -> Result:
-    original = [replace(r, rate_rps=r.rate_rps or 0.0) for r in recording.rows]
-    rows = {recording.arm: original, REPLAY: list(sent)}
+    rows = {recording.arm: list(recording.rows), REPLAY: list(sent)}
     verdict, reference = conclude(rows, recording.classes)
     points = [_point(recording, rows, rate, reports) for rate in sorted({rate for rate, _ in recording.turns})]
     point = next(p for p in points if p.rate_rps == reference)

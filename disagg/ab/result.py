@@ -334,8 +334,9 @@ def read_result(path: Path) -> Result:
 
 
 def classes_of(result: Result) -> tuple[SloClass, ...]:
-    """The SLO classes with their targets, as the figures tell them."""
-    found = {name: c for figures in result.arms.values() for name, c in figures.classes.items()}
+    """The SLO classes with their targets, as the figures of all rates tell them."""
+    every = [result.arms, *(point.arms for point in result.points)]  # at a light rate a rare class may have no request
+    found = {name: c for arms in every for figures in arms.values() for name, c in figures.classes.items()}
     return tuple(
         SloClass(
             name=name,
@@ -426,8 +427,10 @@ def _littles_law(rows: Sequence[Row], mean_in_flight: Sequence[float]) -> Little
 def priced(result: Result, price_per_hour: float) -> Result:
     """The result with what a million output tokens cost at each arm's measured throughput. The price is per GPU, on CPUs per core.
 
-    An arm whose size is not known (an external one) has no cost.
+    An arm whose size is not known (an external one) has no cost. Raises ConfigError for what is no price.
     """
+    if not (price_per_hour >= 0 and math.isfinite(price_per_hour)):
+        raise ConfigError(key="--price-per-gpu-hour", value=price_per_hour, expected="a finite number, 0 or more")
 
     def with_cost(name: str, figures: ArmFigures) -> ArmFigures:
         setup = result.setups.get(name)

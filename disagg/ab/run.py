@@ -102,6 +102,17 @@ def compare(
     return Comparison(tuple(arms), tuple(classes), as_run, chosen, search, rule, resident, chunk_search, vocab_size)
 
 
+def begin(comparison: Comparison, out: OutFolder, *, resume: bool) -> None:
+    """Write down what is asked for, or check that a resumed run asks for the same, before anything is started or measured.
+
+    Raises ConfigError, DiskError.
+    """
+    if resume and (out.asked.exists() or not (out.run.exists() or out.machine.exists())):
+        check_same_run(out.asked, comparison.fingerprint)
+    elif not out.asked.exists():
+        out.write(out.asked, json.dumps(comparison.fingerprint, indent=1) + "\n")
+
+
 async def run_ab(comparison: Comparison, source: ArmSource, out: OutFolder, progress: RunProgress, *, resume: bool = False) -> Result:
     """Run all rounds; rows go to `out` as requests end, the result at the end. The caller closes `source`.
 
@@ -110,7 +121,7 @@ async def run_ab(comparison: Comparison, source: ArmSource, out: OutFolder, prog
     raised.
     """
     environment = describe(comparison.topologies, resident=comparison.resident)
-    if resume:
+    if resume and (out.run.exists() or not out.asked.exists()):  # interrupted in the chunk search, it has not come here
         check_same_run(out.run, comparison.fingerprint)
     else:
         out.write(out.run, json.dumps(comparison.fingerprint, indent=1) + "\n")
@@ -118,6 +129,8 @@ async def run_ab(comparison: Comparison, source: ArmSource, out: OutFolder, prog
         run = _Run(comparison, turns, progress)
         probes = await run.find_range() if comparison.search is not None and not comparison.rates else ()
         stopped = await run.measure(comparison.rates or run.rates)
+        for key in _unfinished(turns.rows, comparison.arms):
+            turns.leave_out(key, "the round was interrupted, and its other turns were not asked for again")
         result = result_of(comparison, turns, {**environment, "vocab_size": turns.vocabulary}, probes, stopped)
     out.write_result(result.to_json())
     return result
@@ -212,6 +225,13 @@ class _Run:
 
     def _paced(self, rate: float) -> AnyWorkload:
         return workload_at(self._comparison, rate)
+
+
+def _unfinished(measured: Iterable[TurnKey], arms: Sequence[Arm]) -> list[TurnKey]:
+    """Turns of rounds that not every arm has: a run was interrupted in them, and resumed for fewer rounds or other rates."""
+    keys = sorted(measured)
+    whole = [(rate, number) for _, rate, number in keys]
+    return [key for key in keys if whole.count(key[1:]) < len(arms)]
 
 
 def planned_at(workload: AnyWorkload, rate_rps: float, classes: Sequence[SloClass], round_: int) -> tuple[PlannedRequest, ...]:

@@ -14,7 +14,7 @@ from disagg.ab.environment import describe
 from disagg.ab.result import PointReport, Result, RoundReport, arm_figures
 from disagg.ab.rows import Row
 from disagg.config import SloClass, Topology
-from disagg.sim.cluster import simulate
+from disagg.sim.cluster import Simulation, simulate
 from disagg.sim.outcome import Outcome, SimReport
 from disagg.sim.settings import SimSettings
 from disagg.trace import Trace
@@ -39,6 +39,12 @@ class SimulatedArm:
 def simulate_arms(topologies: Mapping[str, Topology], trace: Trace, settings: SimSettings, rate_rps: float) -> list[SimulatedArm]:
     """The same trace, which asks for `rate_rps`, through each topology. Raises ConfigError."""
     return [SimulatedArm(name, topology, simulate(topology, trace.requests, settings), rate_rps) for name, topology in topologies.items()]
+
+
+def check_arms(topologies: Mapping[str, Topology], settings: SimSettings) -> None:
+    """That each can be simulated. Raises ConfigError."""
+    for topology in topologies.values():
+        Simulation(topology, (), settings)
 
 
 def sim_rows(arm: SimulatedArm, stream: str) -> Iterator[Row]:

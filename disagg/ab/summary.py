@@ -15,6 +15,8 @@ from disagg.ab.turns import Turns, load_report, sender_faults
 if TYPE_CHECKING:
     from disagg.ab.run import Comparison
 
+_PROBED = "a probe of the range: one round"
+_BEFORE = "measured before the run was resumed for other rates"
 BUSY_LOAD = 0.5  # load average per core from which other programs blur the figures
 
 
@@ -25,8 +27,8 @@ def result_of(
     names = [arm.name for arm in comparison.arms]
     setups = {arm.name: setup_of(arm) for arm in comparison.arms}
     points = [
-        _point(comparison, turns, rate, stopped.get(rate, "a probe of the range: one round"), rate not in stopped)
-        for rate in sorted({*stopped, *probes})
+        _point(comparison, turns, rate, stopped.get(rate, _PROBED if rate in probes else _BEFORE), rate in probes and rate not in stopped)
+        for rate in sorted({rate for _, rate, _ in turns.rows})
     ]
     by_arm = {name: [row for key in sorted(turns.rows) if key[0] == name for row in turns.rows[key]] for name in names}
     verdict, reference_rps = conclude(by_arm, comparison.classes)
@@ -103,7 +105,11 @@ def _warnings(comparison: Comparison, turns: Turns, points: Sequence[PointReport
         if (fault := load_report(turn.sender).fault) is not None:
             found.append(f"{where}: {fault}")
     found += _lags(list(counted.values()))
-    found += [f"round {t.round}, {t.arm}, {t.rate_rps:g}/s was measured again: {t.trouble}" for t in turns.repeated]
+    found += [
+        f"round {t.round}, {t.arm}, {t.rate_rps:g}/s {'was measured again' if t.key in counted else 'does not count'}: {t.trouble}"
+        for t in turns.repeated
+    ]
+    found += [f"{arm}: {said}; it may be cold in its first round" for arm, said in turns.cold.items()]
     for arm, warm in _warm_ups(comparison, turns).items():
         if warm.enough is False:
             found.append(f"{arm}: the first requests took {warm.ratio or 0:.2f} times as long per token as later ones: it was not warm")

@@ -55,13 +55,13 @@ def _side_by_side(names: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -
 def _table(result: Result, rows: Sequence[tuple[str, list[str]]], part: range) -> Table:
     names = list(result.arms)
     is_first = part.start == 0
-    table = Table(title=_title(result) if is_first else None, title_justify="left", min_width=WIDTH - 10 if is_first else None)
+    table = Table(title=escape(_title(result)) if is_first else None, title_justify="left", min_width=WIDTH - 10 if is_first else None)
     table.add_column("")
     for i in part:
         table.add_column(names[i], justify="right")
     for label, cells in rows:
         if cells:
-            table.add_row(label, *(cells[i] for i in part))
+            table.add_row(escape(label), *(cells[i] for i in part))
         else:
             table.add_section()
             table.add_row(f"[bold]{escape(label)}[/]")

@@ -15,6 +15,7 @@ from disagg.errors import ConfigError
 from disagg.trace import Trace, TraceRequest
 
 AnyWorkload = Workload | TraceWorkload
+RATELESS = "a workload with a rate of its own (at least two requests at different instants), to scale it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def at_rate(workload: AnyWorkload, classes: Sequence[SloClass], rate_rps: float)
     """
     own = mean_rate_rps(workload, classes)
     if own <= 0:
-        raise ConfigError(key="trace", value=workload.name, expected="at least two requests at different instants, to scale their rate")
+        raise ConfigError(key="--rates", value=workload.name, expected=RATELESS)
     if isinstance(workload, Workload):
         return streams.faster(workload, rate_rps / own)
     source = workload.trace.model_copy(update={"rate_factor": workload.trace.rate_factor * rate_rps / own})

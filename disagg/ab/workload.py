@@ -301,7 +301,7 @@ def check_workload(workload: Workload, classes: Sequence[SloClass], max_model_le
 
 def mean_rate_rps(workload: Workload) -> float:
     """Mean requests per second over the workload's duration, all streams together."""
-    sent = sum(s.arrivals.mean_per_s() * s.mean_turns * (workload.duration_of_s(s) - s.arrivals.first_s) for s in workload.streams)
+    sent = sum(s.arrivals.mean_per_s() * s.mean_turns * max(0.0, workload.duration_of_s(s) - s.arrivals.first_s) for s in workload.streams)
     return sent / workload.duration_s
 
 

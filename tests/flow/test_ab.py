@@ -141,9 +141,18 @@ async def test_a_gateway_that_dies_is_counted_and_the_run_goes_on(tmp_path: Path
 
 async def test_a_failing_warm_up_ends_the_run(tmp_path: Path):
     async with arms() as source:
-        source.gateways[Mode.DISAGG].fault = "reject"
-        with pytest.raises(DisaggError, match=r"arm disagg: a warm-up request of .* failed: RejectedError"):
+        source.gateways[Mode.DISAGG].fault = "short"
+        with pytest.raises(DisaggError, match=r"arm disagg: a warm-up request of .* failed: EngineError"):
             await run(comparison(), source, tmp_path)
+
+
+async def test_an_arm_that_refuses_its_warm_up_is_measured_and_said_to_be_cold(tmp_path: Path):
+    """A class whose admission refuses everything is a finding, not a fault of the run."""
+    async with arms() as source:
+        source.gateways[Mode.DISAGG].fault = "reject"
+        result = await run(comparison(rounds=1, duration_s=0.4), source, tmp_path)
+    assert result.arms["disagg"].rejected == result.arms["disagg"].sent
+    assert any("disagg: a warm-up request of 4 tokens in, 6 out was refused" in w for w in result.warnings)
 
 
 async def test_a_workload_longer_than_the_served_context_names_the_field(tmp_path: Path):

@@ -17,11 +17,13 @@ from disagg.ab.progress import RunProgress
 from disagg.ab.result import Result, read_result
 from disagg.ab.rows import read_rows
 from disagg.ab.rules import RangeSearch, RoundRule
-from disagg.ab.run import Comparison, run_ab
+from disagg.ab.run import Comparison, begin, run_ab
+from disagg.ab.turns import check_external
 from disagg.ab.workload import Cancellations, Lengths
 from disagg.errors import ConfigError, DiskError
+from disagg.types import Mode
 from tests.ab_rig import Arms, arms, comparison, eventually, rows_so_far, run, silent
-from tests.openai_stub import OpenAiServer, serving
+from tests.openai_stub import ODD, OpenAiServer, serving
 
 
 def at_rates(*rates: float, rounds: int = 1, duration_s: float = 0.5) -> Comparison:
@@ -83,6 +85,39 @@ async def test_a_resumed_run_must_be_the_same_comparison(tmp_path: Path):
             await run_ab(other, source, OutFolder(tmp_path, resume=True), progress, resume=True)
 
 
+async def test_a_run_resumed_for_other_rates_and_fewer_rounds_has_whole_rounds_only(tmp_path: Path):
+    """What was measured before stays a point; a round that not every arm has counts nowhere."""
+    async with arms() as source:
+        task = asyncio.create_task(run(at_rates(10, 20, rounds=3), source, tmp_path))
+        await eventually(lambda: (tmp_path / "rounds.jsonl").exists() and (tmp_path / "rounds.jsonl").read_text().count("\n") == 5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        again = at_rates(20, rounds=1)
+        with silent() as progress:
+            result = await run_ab(again, source, OutFolder(tmp_path, resume=True), progress, resume=True)
+    assert [(p.rate_rps, len(p.rounds), p.probe) for p in result.points] == [(10, 1, False), (20, 1, False)]
+    rows = read_rows(tmp_path / "requests.jsonl")
+    assert {(r.rate_rps, r.round) for r in rows} == {(10, 1), (20, 1)}
+    assert any("does not count: the round was interrupted" in w for w in result.warnings)
+    assert {r.round for r in read_rows(tmp_path / "requests-void.jsonl")} == {2}
+
+
+async def test_a_run_that_ended_before_it_measured_goes_on_and_another_one_is_refused_before_it_starts(tmp_path: Path):
+    what = at_rates(10)
+    folder = OutFolder(tmp_path)
+    begin(what, folder, resume=False)
+    begin(what, folder, resume=True)
+    with pytest.raises(ConfigError, match=r"workload\..*another comparison needs another folder"):
+        begin(replace(what, workload=comparison(output=7).workload), folder, resume=True)
+    with pytest.raises(ConfigError, match="the folder of an interrupted run"):
+        begin(what, OutFolder(tmp_path / "empty", resume=True), resume=True)
+    async with arms() as source:
+        with silent() as progress:
+            result = await run_ab(what, source, OutFolder(tmp_path, resume=True), progress, resume=True)
+    assert result.arms["disagg"].sent > 0
+
+
 class DyingArms(Arms):
     """One of the disagg arm's workers is started anew during some of its turns."""
 
@@ -115,6 +150,30 @@ async def test_a_turn_in_which_a_worker_died_is_measured_again_and_said(tmp_path
     assert len(read_rows(tmp_path / "requests-void.jsonl")) == (tries - 1) * len(rows)
     assert any("was measured again: decode-0 died" in w for w in result.warnings)
     assert any("it counts as it was" in w for w in result.warnings) == (tries == 3)
+
+
+class DyingInWarmUp(Arms):
+    """A worker of the disagg arm dies during its first warm-up, and is back afterwards."""
+
+    async def lives(self, arm: str) -> dict[str, str]:
+        gateway = self.gateways[Mode.DISAGG]
+        if arm == "disagg" and gateway.requests and gateway.fault is not None:
+            gateway.fault = None
+            self.workers = {"prefill-0": "second life"}
+        return dict(self.workers)
+
+
+async def test_a_worker_that_dies_in_the_warm_up_does_not_end_the_run(tmp_path: Path):
+    source = DyingInWarmUp()
+    source.workers = {"prefill-0": "first life"}
+    source.gateways[Mode.DISAGG].fault = "short"
+    source.endpoints = {arm: await gateway.start() for arm, gateway in source.gateways.items()}
+    try:
+        result: Result = await run(at_rates(10), source, tmp_path)
+    finally:
+        await source.close()
+    assert result.arms["disagg"].completed == result.arms["disagg"].sent
+    assert source.gateways[Mode.DISAGG].fault is None
 
 
 async def test_the_range_is_found_by_bisection_and_reaches_past_saturation(tmp_path: Path):
@@ -208,11 +267,12 @@ class WithExternal(Arms):
         return Serving(self.url, 0) if arm.startswith("external") else await super().use(arm)
 
 
-async def run_with(server: OpenAiServer, path: Path) -> Result:
+async def run_with(server: OpenAiServer, path: Path, timeout_s: float = 10.0) -> Result:
     source = WithExternal()
     source.endpoints = {arm: await gateway.start() for arm, gateway in source.gateways.items()}
     async with serving(server) as source.url:
         what = at_rates(20, duration_s=0.8)
+        what = replace(what, workload=what.workload.model_copy(update={"timeout_s": timeout_s}))
         colocated = next(arm for arm in what.arms if arm.name == "colocated")
         try:
             return await run(replace(what, arms=(colocated, Arm("external", "external", url=source.url))), source, path)
@@ -242,6 +302,9 @@ async def test_an_external_server_gets_the_same_prompts_and_its_tokens_are_count
         ("broken", "failed", "EngineError"),
         ("cut", "failed", "EngineError"),
         ("garbage", "failed", "EngineError"),
+        ("other letters", "failed", "EngineError"),
+        ("a page", "failed", "EngineError"),
+        *((odd, "failed", "EngineError") for odd in ODD),
     ],
 )
 async def test_an_external_servers_errors_are_classified_and_never_latencies(tmp_path: Path, fault: str, outcome: str, error: str):
@@ -252,6 +315,63 @@ async def test_an_external_servers_errors_are_classified_and_never_latencies(tmp
     assert set(external.errors) == {error}
     assert external.ttft_s.count == external.completed
     assert result.arms["colocated"].completed == result.arms["colocated"].sent
+
+
+async def test_an_external_server_that_answers_no_request_is_counted_and_the_run_goes_on(tmp_path: Path):
+    """Its warm-up fails as well; other arms may have been measured for an hour by then."""
+    server = OpenAiServer("broken")
+    server.sound_requests = 0
+    result = await run_with(server, tmp_path)
+    external = result.arms["external"]
+    assert (external.failed, external.errors) == (external.sent, {"EngineError": external.sent})
+    assert any(w.startswith("external: a warm-up request of ") and "HTTP 500" in w for w in result.warnings)
+    assert result.verdict.choose == "colocated"
+
+
+async def test_an_external_server_that_never_answers_runs_into_its_deadline(tmp_path: Path):
+    server = OpenAiServer("silence")
+    server.sound_requests = 0
+    result = await run_with(server, tmp_path, timeout_s=1.0)
+    external = result.arms["external"]
+    assert (external.failed, external.errors) == (external.sent, {"DeadlineError": external.sent})
+    assert external.ttft_s.count == 0
+
+
+async def test_an_external_server_that_is_gone_in_the_middle_is_counted(tmp_path: Path):
+    source = WithExternal()
+    source.endpoints = {arm: await gateway.start() for arm, gateway in source.gateways.items()}
+    what = at_rates(20, rounds=2, duration_s=0.4)
+    own = next(arm for arm in what.arms if arm.name == "colocated")
+    try:
+        async with serving(OpenAiServer()) as source.url:
+            what = replace(what, arms=(own, Arm("external", "external", url=source.url)))
+            task = asyncio.create_task(run(what, source, tmp_path))
+            await eventually(lambda: len({(r.arm, r.round) for r in rows_so_far(tmp_path)}) == 2 and not unfinished(tmp_path))
+        result: Result = await task
+    finally:
+        await source.close()
+    external = result.arms["external"]
+    assert external.completed > 0
+    assert external.failed > 0
+    assert set(external.errors) <= {"GatewayUnreachableError", "UnavailableError"}
+
+
+def unfinished(path: Path) -> bool:
+    """Whether the external arm's first turn is not over."""
+    file = path / "rounds.jsonl"
+    return not file.exists() or '"external"' not in file.read_text()
+
+
+async def test_external_servers_are_asked_before_anything_starts():
+    what = at_rates(10)
+    async with serving(OpenAiServer()) as url:
+        external = Arm("external", "external", url=url)
+        await check_external([external], what.workload, what.classes)
+        long = what.workload.streams[1].model_copy(update={"input_tokens": Lengths(fixed=9000)})
+        with pytest.raises(ConfigError, match="at most 4095 tokens"):
+            await check_external([external], what.workload.model_copy(update={"streams": (long,)}), what.classes)
+    with pytest.raises(ConfigError, match="that is up"):
+        await check_external([external], what.workload, what.classes)
 
 
 async def test_an_external_url_where_nothing_answers_is_refused_at_the_start(tmp_path: Path):

@@ -87,6 +87,8 @@ def latency_against_throughput(
     loads: Mapping[str, Sequence[tuple[float, float, float]]], curves: Mapping[str, CurveReport], look: Mapping[str, Look]
 ) -> Plot | None:
     """`loads`: by arm (requests/s, output tokens/s, mean E2E in s), ascending. Each point's region is written at it, the knee is ringed."""
+    # A rate at which nothing completed has neither throughput nor latency.
+    loads = {arm: [point for point in points if point[2] > 0] for arm, points in loads.items()}
     if not any(len(points) > 1 for points in loads.values()):
         return None
     with drawing() as (figure, axes):
@@ -96,9 +98,10 @@ def latency_against_throughput(
             tokens, seconds = [p[1] for p in points], [p[2] for p in points]
             axis.plot(tokens, seconds, color=style.colour, linestyle=style.line, marker=style.marker, markersize=5, label=arm)
             curve = curves.get(arm)
-            for (rate, x, y), region in zip(points, curve.regions.values() if curve else (), strict=False):
+            for rate, x, y in points if curve is not None else ():
+                region = curve.regions[f"{rate:g}"]
                 axis.annotate(region[0].upper(), (x, y), textcoords="offset points", xytext=(5, -9), fontsize=7, color=style.colour)
-                if curve is not None and curve.knee_rps == rate:
+                if curve.knee_rps == rate:
                     axis.plot(
                         [x], [y], marker="o", markersize=14, markerfacecolor="none", markeredgecolor=style.colour, markeredgewidth=1.5
                     )
