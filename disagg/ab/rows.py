@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from disagg import slo
-from disagg.errors import ConfigError, DiskError
+from disagg.errors import ConfigError, DiskError, shorten
 
 Outcome = Literal["completed", "rejected", "failed", "cancelled"]
 
@@ -94,6 +95,10 @@ class Row:
         return slo.e2e_s(self.sent_s, self.token_s)
 
 
+_NAMES = ("arm", "stream", "slo_class", "prompt_digest")
+_NUMBERS = ("round", "index", "input_tokens", "max_output_tokens", "due_s", "sent_s", "end_s")
+
+
 class RowFile:
     """A requests.jsonl that grows. Each row is handed to the kernel before `append` returns; close it, or use it in a `with`.
 
@@ -167,18 +172,28 @@ def read_rows(path: Path) -> list[Row]:
     for number, line in enumerate(lines[:-1], start=1):
         try:
             rows.append(_row(json.loads(line)))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             expected = "one JSON object a line, as disagg wrote it"
             raise ConfigError(f"{path}: line {number}: {error}", key=f"line {number}", value=line, expected=expected) from error
     return rows
 
 
-def _row(raw: dict[str, Any]) -> Row:
+def _row(raw: Any) -> Row:
+    if not isinstance(raw, dict):
+        raise TypeError(f"got {shorten(raw)}, expected an object")
     if unknown := raw.keys() - {f.name for f in fields(Row)}:
         raise ValueError(f"unknown column {min(unknown)!r}")
     if raw["outcome"] not in get_args(Outcome):
         raise ValueError(f"outcome: got {raw['outcome']!r}, expected one of {', '.join(get_args(Outcome))}")
-    return Row(**{**raw, "token_s": tuple(float(t) for t in raw["token_s"])})
+    row = Row(**{**raw, "token_s": tuple(map(float, raw["token_s"]))})
+    for name in _NAMES:
+        if not isinstance(getattr(row, name), str):
+            raise TypeError(f"column {name!r}: got {shorten(getattr(row, name))}, expected a text")
+    numbers = [getattr(row, name) for name in _NUMBERS] + [row.rate_rps or 0.0]
+    instants = (row.due_s, row.sent_s, row.end_s, *row.token_s)
+    if not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers) or not all(map(math.isfinite, instants)):
+        raise TypeError(f"a number is expected in {', '.join(_NUMBERS)}, and finite ones in token_s; got {shorten(numbers)}")
+    return row
 
 
 def span_s(rows: Iterable[Row]) -> float:

@@ -68,6 +68,34 @@ def test_command_line_writes_what_the_ab_writes(tmp_path: Path, trace_workload: 
     assert json.loads((out / "result.json").read_text())["environment"]["simulated"] is True
 
 
+def test_a_topology_that_cannot_be_simulated_leaves_what_was_there(tmp_path: Path, trace_workload: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "result.json").write_text("an older one")
+    arguments = ["sim", str(TOPOLOGY), "--workload", str(trace_workload), "--set", "engine.simulated.speed=0", "--out", str(out)]
+    ran = CliRunner().invoke(app, arguments)
+    assert ran.exit_code == 2
+    assert "speed: got 0" in " ".join(ran.output.split())
+    assert [path.name for path in out.iterdir()] == ["result.json"]
+
+
+def test_a_seed_is_part_of_the_result_so_that_two_of_them_are_not_compared(tmp_path: Path) -> None:
+    for seed in ("1", "2"):
+        arguments = ["sim", str(TOPOLOGY), "--workload", "sim-mixed", "--rate", "0.05", "--seed", seed, "--no-report", "--out"]
+        assert CliRunner().invoke(app, [*arguments, str(tmp_path / seed)]).exit_code == 0
+    assert read_result(tmp_path / "2" / "result.json").workload["seed"] == 2
+    ran = CliRunner().invoke(app, ["ab", "compare", str(tmp_path / "1"), str(tmp_path / "2")])
+    assert "not comparable: the workloads differ: seed 1 against 2" in " ".join(ran.output.split())
+
+
+def test_a_trace_without_a_rate_is_not_scaled_to_one(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("arrival_s,input_tokens,output_tokens\n0,50,5\n")
+    (tmp_path / "w.yaml").write_text("name: mine\ntrace: {file: t.csv}\n")
+    ran = CliRunner().invoke(app, ["sim", str(TOPOLOGY), "--workload", str(tmp_path / "w.yaml"), "--rates", "1", "--out", str(tmp_path)])
+    assert ran.exit_code == 2
+    assert "a rate of its own" in " ".join(ran.output.split())
+
+
 def test_several_rates_in_one_call_give_what_an_ab_with_rates_gives(tmp_path: Path) -> None:
     (tmp_path / "w.yaml").write_text(
         "name: w\nduration_s: 20\n"
