@@ -52,9 +52,10 @@ class RayArms:
             with _interruptible():
                 for wanted in self._topologies if self._resident else (arm,):
                     self._start(wanted)
-        else:
-            await self._wait_whole(arm)
-        return Serving(self._up[arm].endpoint, self._life[arm])
+            return Serving(self._up[arm].endpoint, self._life[arm])
+        await self._wait_whole(arm)
+        status = await asyncio.to_thread(self._up[arm].status)
+        return Serving(status.endpoint, self._life[arm])  # a gateway that Ray started anew listens at another port
 
     async def lives(self, arm: str) -> Mapping[str, str]:
         """Worker -> its epoch, "" while it is down; and the gateway's process. An arm that does not answer has no lives."""
