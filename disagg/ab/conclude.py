@@ -63,7 +63,7 @@ def _curve(
     rows: Sequence[Row], points: Sequence[PointReport], setup: SetupReport | None, name: str, classes: Sequence[SloClass]
 ) -> CurveReport:
     measured = [p for p in points if name in p.arms]
-    loads = [_load(p.rate_rps, p.arms[name]) for p in measured]
+    loads = [_load(p.rate_rps, p.arms[name], [r for r in rows if (r.rate_rps or 0.0) == p.rate_rps]) for p in measured]
     knee = knee_of(loads)
     goodput, bound = goodput_interval(rows, classes)
     operate = goodput.value if knee is None else min(goodput.value, knee.rate_rps)
@@ -84,8 +84,21 @@ def _curve(
     )
 
 
-def _load(rate_rps: float, figures: ArmFigures) -> LoadPoint:
-    return LoadPoint(rate_rps, figures.output_tokens_per_s or 0.0, figures.e2e_s.mean or 0.0, figures.mean_concurrency or 0.0)
+def _load(rate_rps: float, figures: ArmFigures, rows: Sequence[Row]) -> LoadPoint:
+    seconds, tokens = figures.e2e_s.mean or 0.0, figures.output_tokens_per_s or 0.0
+    return LoadPoint(rate_rps, tokens, seconds, figures.mean_concurrency or 0.0, _asked_tokens_per_s(rows))
+
+
+def _asked_tokens_per_s(rows: Sequence[Row]) -> float | None:
+    """Output tokens that were asked for, per second of sending; None where no round has requests at different instants."""
+    rounds: dict[int, list[Row]] = {}
+    for row in rows:
+        rounds.setdefault(row.round, []).append(row)
+    tokens, seconds = 0, 0.0
+    for own in rounds.values():
+        tokens += sum(row.max_output_tokens for row in own)
+        seconds += max(row.due_s for row in own) - min(row.due_s for row in own)
+    return tokens / seconds if seconds > 0 else None
 
 
 def _unit(setup: SetupReport | None) -> tuple[Literal["GPU", "core"] | None, int]:

@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 from disagg.ab.advise import advise
 from disagg.ab.conclude import conclude, curves
-from disagg.ab.curve import LoadPoint, knee_of
+from disagg.ab.curve import LoadPoint, knee_of, regions
+from disagg.ab.measures import ttft
 from disagg.ab.replay import load_recording
+from disagg.ab.report.bands import latency_bands
 from disagg.ab.report.page import write_report
 from disagg.ab.result import PointReport, Result, RoundReport, SetupReport, arm_figures, classes_of, priced, read_result
 from disagg.ab.rows import Row, RowFile
@@ -175,3 +177,23 @@ def test_many_requests_lost_by_turns_are_tested_in_no_time():
     verdict = judge(ours, theirs, CLASSES, ("a", "b"), simulated=True)
     completed = next(c for c in verdict.comparisons if c.measure == "completed")
     assert (completed.values, completed.better) == ((0.5, 0.5), None)
+
+
+def test_a_round_with_fewer_requests_than_its_rate_says_is_not_overloaded():
+    """At 10/s the arrivals of a short round happened to be no more than 5.4/s: all of them were answered."""
+    asked = {2.0: 300.0, 6.0: 900.0, 10.0: 1000.0}
+    points = [LoadPoint(rate, 0.8 * tokens, 3.0, 1.0, tokens) for rate, tokens in asked.items()]
+    assert regions(points) == ["light", "light", "light"]
+    assert regions([dataclasses.replace(p, asked_tokens_per_s=None) for p in points])[-1] == "overloaded"
+    stuck = [*points[:2], LoadPoint(10.0, 740.0, 30.0, 9.0, 1500.0)]
+    assert regions(stuck)[-1] == "overloaded"
+
+
+def test_what_was_asked_for_is_taken_from_the_rows(tmp_path: Path):
+    assert set(written(tmp_path / "a", {"colocated": at_rates("colocated")}).curves["colocated"].regions.values()) == {"light"}
+
+
+def test_a_band_of_a_latency_stays_above_zero():
+    rows = [dataclasses.replace(r, token_s=tuple(t + (3 if r.index % 12 == 0 else 0) for t in r.token_s)) for r in at_rates("a", (4.0,))]
+    (band,) = latency_bands(rows, ttft, (90,))["p90"]
+    assert 0 < band.low < band.value < band.high

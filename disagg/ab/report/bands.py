@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from disagg import slo
 from disagg.ab.measures import Samples, attainment
 from disagg.ab.rows import Row
-from disagg.ab.stats import Pooled, interval
+from disagg.ab.stats import Pooled, Statistic, Weights, interval
 from disagg.ab.verdict import blocks_of
 from disagg.config import SloClass
+
+
+_MOST_LOG = 300.0  # a band without an upper end stays a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +53,20 @@ def _bands(rows: Sequence[Row], samples: Samples, percent: float | None, unit: f
         pooled = Pooled([samples(row) for row in own], blocks.of_request, percent)
         if percent is not None and not slo.enough(pooled.size, percent):
             continue
-        effect = interval(pooled, blocks, num_samples=pooled.size)
-        if effect is not None:
-            low = max(effect.low, 0.0)
-            high = min(effect.high, 1.0) if percent is None else effect.high
-            found.append(Band(rate, effect.value * unit, low * unit, high * unit))
+        effect = interval(pooled if percent is None else _logarithm(pooled), blocks, num_samples=pooled.size)
+        if effect is None:
+            continue
+        if percent is None:
+            value, low, high = effect.value, max(effect.low, 0.0), min(effect.high, 1.0)
+        else:  # as the verdict does: noise of a latency is alike at all sizes, and none is below zero
+            value, low, high = (math.exp(min(x, _MOST_LOG)) for x in (effect.value, effect.low, effect.high))
+        found.append(Band(rate, value * unit, low * unit, high * unit))
     return found
+
+
+def _logarithm(pooled: Pooled) -> Statistic:
+    def log_of(weights: Weights) -> float | None:
+        value = pooled(weights)
+        return math.log(value) if value is not None and value > 0 else None
+
+    return log_of

@@ -251,7 +251,7 @@ def utilisation(busy: Mapping[str, Sequence[Busy]]) -> Plot | None:
                 at += 100 * share
         axis.set_yticks(range(len(workers)), [f"{arm}: {w.name}" for arm, w in reversed(workers)], fontsize=7)
         axis.set_xlim(0, 100)
-        axis.set_xlabel("% of the time: a prompt runs (filled), only decoding (hatched), idle (white)")
+        axis.set_xlabel("% of the time: a prompt runs (filled),\nonly decoding (hatched), idle (white)")
         axis.grid(visible=False, axis="y")
         alt = "; ".join(f"{arm}, {w.name}: {w.prefill:.0%} prefill, {w.decode_only:.0%} only decode" for arm, w in workers)
         return finished(figure, "utilisation", "Worker utilisation", alt)

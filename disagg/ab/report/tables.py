@@ -105,7 +105,8 @@ def rate_table(result: Result) -> Table | None:
         return None
     rows = []
     for point in result.points:
-        rows.append([f"{point.rate_rps:g} requests/s, {len(point.rounds)} rounds" + (" (probe)" if point.probe else "")])
+        rounds = f"{len(point.rounds)} round{'s' if len(point.rounds) != 1 else ''}"
+        rows.append([f"{point.rate_rps:g} requests/s, {rounds}" + (" (probe)" if point.probe else "")])
         for name, f in point.arms.items():
             curve = result.curves.get(name)
             region = curve.regions.get(f"{point.rate_rps:g}", ABSENT) if curve else ABSENT
