@@ -67,7 +67,7 @@ class _Cell:
         return number * unit_s
 
     def instant_s(self) -> float:
-        """A date and time with up to seven fractional digits, as seconds; the seventh digit (100 ns) counts. Without an offset it is UTC."""
+        """A date and time with up to seven fractional digits, as seconds; the seventh digit (100 ns) counts. UTC where it has no offset."""
         found = _INSTANT.fullmatch(str(self.value).strip())
         try:
             whole, digits, offset = found.groups() if found is not None else ("", None, None)

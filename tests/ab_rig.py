@@ -94,6 +94,7 @@ class Arms:
         self.restarts = restarts
         self.workers: dict[str, str] = {}
         self.life = 0
+        self.preempted = 0  # three more at each look
 
     async def use(self, arm: str) -> Serving:
         if not self.used or self.used[-1] != arm:
@@ -103,6 +104,10 @@ class Arms:
 
     async def lives(self, arm: str) -> dict[str, str]:
         return dict(self.workers)
+
+    async def preemptions(self, arm: str) -> int | None:
+        self.preempted += 3
+        return self.preempted
 
     async def close(self) -> None:
         for gateway in self.gateways.values():

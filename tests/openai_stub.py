@@ -10,7 +10,6 @@ from typing import Any
 
 from aiohttp import web
 
-
 ODD: dict[str, dict[str, Any]] = {
     "odd choices": {"choices": 5},
     "odd choice": {"choices": ["x"]},

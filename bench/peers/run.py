@@ -60,6 +60,10 @@ class PausingArms:
         """As RayArms says; nothing is known of peers."""
         return await self._own.lives(arm)
 
+    async def preemptions(self, arm: str) -> int | None:
+        """As RayArms says; nothing is known of peers."""
+        return await self._own.preemptions(arm)
+
     async def close(self) -> None:
         """Take our arms down; the peers end with their context."""
         await self._own.close()

@@ -116,8 +116,9 @@ def _tails(arm: str, slo_class: str | None, figures: Figures) -> Iterator[Advice
 
 
 def _memory(result: Result, arm: str, figures: ArmFigures) -> Iterator[Advice]:
-    workers = (result.environment.get("workers") or {}).get(arm) or []
-    preempted = sum(int(w.get("preemptions", 0)) for w in workers if isinstance(w, dict))
+    workers = (result.environment.get("workers") or {}).get(arm) or []  # of a simulation
+    measured = (result.environment.get("preemptions") or {}).get(arm, 0)
+    preempted = measured + sum(int(w.get("preemptions", 0)) for w in workers if isinstance(w, dict))
     if preempted:
         because = f"{preempted} preemptions over {figures.sent} requests: running requests lost their KV memory"
         yield Advice(arm, None, "KV memory is full", because, "a smaller decode batch (max_num_seqs), FP8 KV, or more memory for the cache")

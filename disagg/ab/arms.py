@@ -52,6 +52,11 @@ class ArmSource(Protocol):
         """Worker -> a text that changes when that worker is started anew. Empty where nobody can know."""
         ...
 
+    async def preemptions(self, arm: str) -> int | None:
+        """Requests that the arm's engines have put back for want of KV memory since they were started, as of the last look at its `lives`;
+        None where nobody can know."""
+        ...
+
     async def close(self) -> None:
         """Take down what `use` brought up. Idempotent."""
         ...

@@ -82,9 +82,7 @@ async def search_chunk(
     arms = trial_arms(arm)
     whole_round = plan_round(workload, classes, workload.seed, 0)
     begin_s = whole_round[0].due_s
-    planned = [
-        replace(r, due_s=round(r.due_s - begin_s, 6), seed=f"{r.seed}/chunk") for r in whole_round if r.due_s < begin_s + TRIAL_S
-    ]
+    planned = [replace(r, due_s=round(r.due_s - begin_s, 6), seed=f"{r.seed}/chunk") for r in whole_round if r.due_s < begin_s + TRIAL_S]
     trials: dict[int, ChunkTrial] = {}
     with Turns(source, out, progress, classes, vocab_size=None, resume=True) as turns:
         while len(trials) < most_trials and (size := ladder(arm).next_size(trials)) is not None:

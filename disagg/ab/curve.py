@@ -4,7 +4,8 @@ The knee is where power = throughput / mean time in system is largest (Kleinrock
 Probabilistic Problems in Computer Communications; Jain 1991, The Art of Computer Systems Performance Analysis, section 3.3). Up to it
 more load costs little latency (`light`); beyond it latency pays for each further request (`saturating`); where further work that is asked
 for brings less than half of the throughput that it brought at light load, the system is `overloaded`. Work is counted in output tokens: a
-short round has more or fewer requests, and longer or shorter ones, than its rate says. The recommended concurrency is that of the knee, or of the goodput where the SLO is lost before the knee: by Little's law, what a concurrency limit has to let in.
+short round has more or fewer requests, and longer or shorter ones, than its rate says. The recommended concurrency is that of the knee, or
+of the goodput where the SLO is lost before the knee: by Little's law, what a concurrency limit has to let in.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Literal
 
 Region = Literal["light", "saturating", "overloaded"]
 METHOD = (
-    "knee: largest throughput / mean time in system (Kleinrock 1979; Jain 1991, 3.3); overloaded: of further tokens asked for, under half of "
-    "the share comes that came at light load; recommended: the lower rate of knee and goodput"
+    "knee: largest throughput / mean time in system (Kleinrock 1979; Jain 1991, 3.3); overloaded: of further tokens asked for, under half "
+    "of the share comes that came at light load; recommended: the lower rate of knee and goodput"
 )
 _LEAST_POINTS = 3
 _LEAST_GAIN = 0.5

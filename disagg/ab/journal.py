@@ -25,7 +25,8 @@ TurnKey = tuple[str, float, int]  # arm, rate_rps, round (from 1)
 class Turn:
     """One arm's part of one round at one rate. `place`: its place in the round's order, from 0. `sender`: LoadReport's fields.
 
-    `trouble`: what happened in it that should not (a worker died); `counts`: False when it was measured again for that.
+    `trouble`: what happened in it that should not (a worker died); `counts`: False when it was measured again for that. `preemptions`: of
+    the engines meanwhile, None where it is not known.
     """
 
     arm: str
@@ -36,6 +37,7 @@ class Turn:
     sender: dict[str, float]
     trouble: str | None = None
     counts: bool = True
+    preemptions: int | None = None
 
     @property
     def key(self) -> TurnKey:
@@ -105,7 +107,7 @@ def _key(row: Row) -> TurnKey:
 
 
 def check_same_run(path: Path, now: Mapping[str, Any]) -> None:
-    """That `path` (run.json or asked.json) describes the run that is to go on. Raises ConfigError that names the first thing that differs."""
+    """That `path` (run.json or asked.json) describes the run that is to go on. Raises ConfigError that names what differs first."""
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

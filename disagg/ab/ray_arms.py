@@ -41,6 +41,7 @@ class RayArms:
         self._up: dict[str, Deployment] = {}
         self._starts = 0
         self._life: dict[str, int] = {}
+        self._preemptions: dict[str, int] = {}
 
     async def use(self, arm: str) -> Serving:
         """The arm, up and ready. Raises what bringing it up raises, EngineError when a lost worker of it does not come back."""
@@ -65,8 +66,13 @@ class RayArms:
             status = await asyncio.to_thread(self._up[arm].status)
         except DisaggError:
             return {"gateway": ""}
+        self._preemptions[arm] = sum(w.state.preemptions for w in status.workers if w.state is not None)
         workers = {w.name: w.report.epoch if w.report is not None and w.is_live else "" for w in status.workers}
         return {"gateway": str(status.gateway_pid), **workers}
+
+    async def preemptions(self, arm: str) -> int | None:
+        """Of all its workers, from the heartbeats that the last `lives` saw; None of an external arm."""
+        return self._preemptions.get(arm)
 
     async def _wait_whole(self, arm: str) -> None:
         """Ray restarts a lost worker; this waits until it has joined again, as long as a start may take."""

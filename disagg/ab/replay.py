@@ -58,7 +58,12 @@ def load_recording(path: Path, arm: str | None = None) -> Recording:
         raise ConfigError(key="--arm", value=arm, expected=f"an arm of {path}: {nearest(chosen, names)}")
     # What was sent again once is no replay of itself: both would have one name.
     name = f"{chosen}-before" if chosen == REPLAY else chosen
-    own = tuple(sorted((replace(r, arm=name, rate_rps=r.rate_rps or 0.0) for r in rows if r.arm == chosen), key=lambda r: (r.rate_rps or 0.0, r.round, r.index)))
+    own = tuple(
+        sorted(
+            (replace(r, arm=name, rate_rps=r.rate_rps or 0.0) for r in rows if r.arm == chosen),
+            key=lambda r: (r.rate_rps or 0.0, r.round, r.index),
+        )
+    )
     beside = path.with_name("result.json")
     result = read_result(beside) if beside.exists() else None
     classes = _classes(own, result)

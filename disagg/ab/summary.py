@@ -37,7 +37,7 @@ def result_of(
     return Result(
         schema=2,
         workload={**comparison.workload.model_dump(mode="json", exclude_none=True), "rounds": len(reference.rounds)},
-        environment=environment,
+        environment={**environment, "preemptions": _preemptions(turns, reference_rps)},
         setups=setups,
         points=points,
         rate_rps=reference_rps,
@@ -78,6 +78,15 @@ def _point(comparison: Comparison, turns: Turns, rate: float, stopped: str, prob
 def _round(number: int, turns: Sequence[Turn]) -> RoundReport:
     ordered = sorted(turns, key=lambda turn: turn.place)
     return RoundReport(round=number, order=[t.arm for t in ordered], sender={t.arm: t.sender for t in ordered})
+
+
+def _preemptions(turns: Turns, rate_rps: float) -> dict[str, int]:
+    """By arm, over its turns at that rate; without those of which nobody knows."""
+    found: dict[str, int] = {}
+    for turn in turns.journal.counted.values():
+        if turn.rate_rps == rate_rps and turn.preemptions is not None:
+            found[turn.arm] = found.get(turn.arm, 0) + turn.preemptions
+    return found
 
 
 def _warm_ups(comparison: Comparison, turns: Turns) -> dict[str, WarmUpReport]:

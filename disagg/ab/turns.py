@@ -89,6 +89,7 @@ class Turns:
         for attempt in range(1, MOST_TRIES + 1):
             serving = await self._source.use(arm.name)
             before = dict(await self._source.lives(arm.name))
+            preempted_before = await self._source.preemptions(arm.name)
             async with AsyncExitStack() as stack:
                 try:
                     client = await self._warm_client(arm, workload, serving, before, stack)
@@ -100,8 +101,11 @@ class Turns:
                     continue
                 rows, report = await self._send(client, arm, workload, rate_rps, planned, title)
             reason = _died(before, await self._source.lives(arm.name))
+            preempted = await self._source.preemptions(arm.name)
+            known = None if preempted is None or preempted_before is None else max(0, preempted - preempted_before)
             counts = reason is None or attempt == MOST_TRIES
-            self.journal.append(Turn(*key, place=place, requests=len(rows), sender=asdict(report), trouble=reason, counts=counts))
+            turn = Turn(*key, place=place, requests=len(rows), sender=asdict(report), trouble=reason, counts=counts, preemptions=known)
+            self.journal.append(turn)
             if counts:
                 self.rows[key] = rows
                 return

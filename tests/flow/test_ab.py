@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from disagg.ab.advise import advise
 from disagg.ab.conclude import conclude
 from disagg.ab.result import arm_figures, read_result
 from disagg.ab.rows import Row, read_rows
@@ -153,6 +154,9 @@ async def test_an_arm_that_refuses_its_warm_up_is_measured_and_said_to_be_cold(t
         result = await run(comparison(rounds=1, duration_s=0.4), source, tmp_path)
     assert result.arms["disagg"].rejected == result.arms["disagg"].sent
     assert any("disagg: a warm-up request of 4 tokens in, 6 out was refused" in w for w in result.warnings)
+    assert result.environment["preemptions"] == {"disagg": 3, "colocated": 3}
+    full = [advice for advice in advise(result) if advice.rule == "KV memory is full"]
+    assert {(advice.arm, advice.because[:14]) for advice in full} == {("disagg", "3 preemptions "), ("colocated", "3 preemptions ")}
 
 
 async def test_a_workload_longer_than_the_served_context_names_the_field(tmp_path: Path):

@@ -83,8 +83,7 @@ CASES: dict[str, Rows] = {
     "all left": {arm: at_rates(arm, outcome="cancelled") for arm in ("colocated", "disagg")},
     "all refused": {arm: at_rates(arm, **LOST | {"outcome": "rejected", "error": "RejectedError"}) for arm in ("colocated", "disagg")},
     "a class that the lightest rate lacks": {
-        arm: at_rates(arm, (0.5,)) + at_rates(arm, (2.0,), slo_class="document", outcome="failed")
-        for arm in ("colocated", "disagg")
+        arm: at_rates(arm, (0.5,)) + at_rates(arm, (2.0,), slo_class="document", outcome="failed") for arm in ("colocated", "disagg")
     },
 }
 

@@ -140,7 +140,15 @@ def test_a_cut_last_line_is_ignored_and_any_other_fault_names_its_line(tmp_path:
     text = path.read_text()
     path.write_text(text[:-30])
     assert read_rows(path) == [row(0)]
-    odd = [{"outcome": "fine"}, {"sent_s": "1"}, {"end_s": float("nan")}, {"token_s": [1, None]}, {"rate_rps": "1"}, {"arm": 3}, {"round": None}]
+    odd = [
+        {"outcome": "fine"},
+        {"sent_s": "1"},
+        {"end_s": float("nan")},
+        {"token_s": [1, None]},
+        {"rate_rps": "1"},
+        {"arm": 3},
+        {"round": None},
+    ]
     odd_rows = [json.dumps({**dataclasses.asdict(row(0)), **changes}) + "\n" for changes in odd]
     for fault in ("{}\n", "not json\n", "[1]\n", "[" * 100_000 + "\n", '{"arm": 1, "colour": 2}\n', *odd_rows):
         path.write_text(text + fault)

@@ -13,7 +13,6 @@ from disagg.ab.stats import Pooled, Statistic, Weights, interval
 from disagg.ab.verdict import blocks_of
 from disagg.config import SloClass
 
-
 _MOST_LOG = 300.0  # a band without an upper end stays a number
 
 
