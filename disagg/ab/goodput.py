@@ -8,9 +8,9 @@ from typing import Literal
 
 import numpy as np
 
-from disagg.ab.measures import ATTAINMENT_OVER_RATES, attainment, row_meets
+from disagg.ab.measures import ATTAINMENT_OVER_RATES, SHARE_FLOOR, attainment, row_meets
 from disagg.ab.rows import Row
-from disagg.ab.stats import DRIFT, Blocks, Effect, Statistic, Weights, difference, interval, time_blocks
+from disagg.ab.stats import DRIFT, Blocks, Effect, Statistic, Weights, difference, interval, of_turns, time_blocks
 from disagg.ab.verdict import Comparison, blocks_of, compare_measure, paired
 from disagg.config import SloClass
 
@@ -18,20 +18,34 @@ LEVEL = 0.9
 Bound = Literal["within", "at_least", "below"]
 
 
-def goodput_rps(attainment: Mapping[float, float], level: float = LEVEL) -> tuple[float, Bound]:
+def goodput_rps(attainment: Mapping[float, float], level: float = LEVEL, sent: Mapping[float, float] | None = None) -> tuple[float, Bound]:
     """Where attainment falls through `level`, by straight lines between the measured rates (requests/s).
 
-    From the lightest rate on, the first crossing counts: a rate beyond an overload is not sustained. `at_least`: no rate failed, the
-    highest is given. `below`: the lightest failed already; the line from (0, 1) to it is all that can be said.
+    More load cannot help: attainment is made non-increasing first (`sent`: requests at each rate, which a rate weighs by), so that two
+    late ones of twenty at the lightest rate do not decide alone. From there on the first crossing counts: a rate beyond an overload is
+    not sustained. `at_least`: no rate failed, the highest is given. `below`: the lightest failed already; the line from (0, 1) to it is
+    all that can be said.
     """
     previous, kept = 0.0, 1.0
-    for rate in sorted(attainment):
-        share = attainment[rate]
+    for rate, share in _non_increasing(attainment, sent).items():
         if share < level:
             crossing = previous + (rate - previous) * (kept - level) / (kept - share)
             return crossing, "within" if previous > 0 else "below"
         previous, kept = rate, share
     return previous, "at_least"
+
+
+def _non_increasing(attainment: Mapping[float, float], sent: Mapping[float, float] | None) -> dict[float, float]:
+    """The nearest values, by least squares, that never rise with the rate: pool adjacent violators (Ayer et al. 1955)."""
+    pools: list[tuple[float, float, list[float]]] = []  # share, weight, rates
+    for rate in sorted(attainment):
+        share, weight, rates = attainment[rate], 1.0 if sent is None else sent[rate], [rate]
+        while pools and pools[-1][0] < share:
+            before, its_weight, its_rates = pools.pop()
+            share = (before * its_weight + share * weight) / (its_weight + weight)
+            weight, rates = its_weight + weight, its_rates + rates
+        pools.append((share, weight, rates))
+    return {rate: share for share, _, rates in pools for rate in rates}
 
 
 class _Attainments:
@@ -48,19 +62,20 @@ class _Attainments:
         self._of_rate = {float(rate): rates == rate for rate in np.unique(rates)}
         self._level = level
 
-    def at(self, weights: Weights) -> dict[float, float]:
-        """Attainment by rate; rates without a request in these blocks are absent."""
-        found = {}
-        for rate, own in self._of_rate.items():
-            sent = float(weights[own] @ self._sent[own])
-            if sent > 0:
-                found[rate] = float(weights[own] @ self._met[own]) / sent
-        return found
+    def goodput(self, weights: Weights) -> tuple[float, Bound] | None:
+        """Goodput under these weights; None without a request. Rates without a request in these blocks are left out."""
+        sent = {rate: n for rate, own in self._of_rate.items() if (n := float(weights[own] @ self._sent[own])) > 0}
+        met = {rate: float(weights[own] @ self._met[own]) for rate, own in self._of_rate.items() if rate in sent}
+        return goodput_rps({rate: met[rate] / n for rate, n in sent.items()}, self._level, sent) if sent else None
+
+    def rates(self) -> list[float]:
+        """Those with a request, ascending."""
+        return sorted(rate for rate, own in self._of_rate.items() if self._sent[own].sum() > 0)
 
     def __call__(self, weights: Weights) -> float | None:
-        """Goodput under these weights."""
-        attainment = self.at(weights)
-        return goodput_rps(attainment, self._level)[0] if attainment else None
+        """The rate of `goodput`."""
+        found = self.goodput(weights)
+        return None if found is None else found[0]
 
 
 def goodput_interval(rows: Sequence[Row], classes: Sequence[SloClass], level: float = LEVEL) -> tuple[Effect, Bound]:
@@ -72,13 +87,12 @@ def goodput_interval(rows: Sequence[Row], classes: Sequence[SloClass], level: fl
     memory_s = durations[int(0.9 * (len(durations) - 1))]
     blocks = time_blocks([r.round for r in rows], [r.due_s for r in rows], memory_s, [r.rate_rps for r in rows])
     arm = _Attainments(rows, classes, blocks, level)
-    found = interval(arm, blocks)
+    found, whole, rates = interval(arm, blocks), arm.goodput(blocks.everything()), arm.rates()
     assert found is not None
-    attainment = arm.at(blocks.everything())
-    bound = goodput_rps(attainment, level)[1]
-    if bound == "below":
-        return Effect(found.value, 0.0, max(found.high, min(attainment))), bound
-    return Effect(found.value, max(0.0, found.low), min(found.high, max(attainment))), bound
+    assert whole is not None
+    if whole[1] == "below":
+        return Effect(found.value, 0.0, min(max(found.high, rates[0]), rates[-1])), "below"
+    return Effect(found.value, max(0.0, found.low), min(found.high, rates[-1])), whole[1]
 
 
 def compare_goodput(
@@ -120,11 +134,25 @@ def compare_attainment(
     """Attainment of two arms over the requests of all rates.
 
     Goodput hangs on where one curve first falls through its level, which a single bad minute at a light rate moves far; this is known the
-    better the more was measured, and says which curve lies higher.
+    better the more was measured, and says which curve lies higher. On a machine the interval is of_turns: what happens in one turn hits
+    many of its requests, the more the nearer to saturation.
     """
     pairs = paired(first, second)
     if not pairs:
         return None
-    sides = ([a for a, _ in pairs], [b for _, b in pairs])
     measure = replace(attainment({c.name: c for c in classes}), name=ATTAINMENT_OVER_RATES)
-    return compare_measure(measure, sides, blocks_of(sides), arms, family, 0.0 if simulated else DRIFT)
+    if simulated:
+        sides = ([a for a, _ in pairs], [b for _, b in pairs])
+        return compare_measure(measure, sides, blocks_of(sides), arms, family, 0.0)
+    met = [((a.rate_rps, a.round), measure.samples(a)[0], measure.samples(b)[0]) for a, b in pairs if a.is_judged and b.is_judged]
+    if not met:
+        return None
+    turns: dict[tuple[float | None, int], list[float]] = {}
+    for turn, ours, theirs in met:
+        turns.setdefault(turn, []).append(ours - theirs)
+    values = (sum(ours for _, ours, _ in met) / len(met), sum(theirs for _, _, theirs in met) / len(met))
+    effect = of_turns(list(turns.values()), family=family)
+    is_shown = effect is not None and effect.excludes_zero and abs(effect.value) >= SHARE_FLOOR
+    better = arms[0 if values[0] > values[1] else 1] if is_shown else None
+    low, high = (None, None) if effect is None else (max(-1.0, effect.low), min(1.0, effect.high))
+    return Comparison(measure.name, None, measure.unit, arms, values, low, high, better)

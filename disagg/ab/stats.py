@@ -31,6 +31,7 @@ _MOST_BLOCKS_A_ROUND = 20
 _LEAST_BLOCKS = 6
 DRIFT = 0.03  # standard deviation of (arm / baseline) between rounds of one machine, as expected before any was measured
 _PRIOR_DEGREES = 4  # how many rounds that expectation is worth
+_LEAST_TURNS = 4
 _DRIFTING = 2  # what drifts: the speed of prefill and of decode; all measures of a turn move with these together
 _MOST_LOG = 300.0  # an interval without an upper end stays a number in JSON
 _Z95 = NormalDist().inv_cdf(0.975)
@@ -188,6 +189,22 @@ def of_rounds(by_round: Sequence[float], value: float, *, drift: float, family: 
     variance, degrees = _drift(by_round, 0.0, drift)
     half = t_quantile(1 - 0.025 / family, degrees) * math.sqrt(variance)
     return Effect(value, value - half, value + half)
+
+
+def of_turns(differences: Sequence[Sequence[float]], *, family: int = 1) -> Effect | None:
+    """The mean difference over all requests with an interval from how it differs between turns; None for fewer than four of them.
+
+    `differences`: of each turn (one rate, one round), one per request. Turns are what is counted, not requests: the cluster-robust variance
+    of a mean (Liang and Zeger 1986), with a t of as many turns. It is no less than that of independent requests.
+    """
+    if len(differences) < _LEAST_TURNS:
+        return None
+    total = sum(map(len, differences))
+    mean = math.fsum(d for own in differences for d in own) / total
+    between = sum((math.fsum(own) - len(own) * mean) ** 2 for own in differences) / total**2 * len(differences) / (len(differences) - 1)
+    alone = (math.fsum(d * d for own in differences for d in own) / total - mean**2) / total
+    half = t_quantile(1 - 0.025 / family, len(differences) - 1) * math.sqrt(max(between, alone, 0.0))
+    return Effect(mean, mean - half, mean + half)
 
 
 def _bootstrapped(statistic: Statistic, blocks: Blocks, family: int, drift: float, num_samples: int) -> Effect | None:

@@ -98,11 +98,22 @@ def test_a_single_round_has_no_interval_of_rounds():
         ({1.0: 1.0, 2.0: 0.8}, 1.5, "within"),
         ({1.0: 0.95, 2.0: 0.92}, 2.0, "at_least"),
         ({1.0: 0.8}, 0.5, "below"),
-        ({1.0: 1.0, 2.0: 0.5, 3.0: 1.0}, 1.2, "within"),
+        ({1.0: 1.0, 2.0: 0.5, 3.0: 1.0}, 1.4, "within"),  # 0.75 at both: a rate beyond an overload is not sustained
+        ({1.0: 0.8, 2.0: 1.0, 3.0: 0.95, 4.0: 0.5}, 3.0 + 0.01666667 / 0.41666667, "within"),
+        ({1.0: 0.5, 2.0: 0.9}, 1 / 3, "below"),
     ],
 )
 def test_goodput_is_where_attainment_first_falls_through_the_level(attainment: dict[float, float], rate: float, bound: str):
     assert goodput_rps(attainment) == (pytest.approx(rate), bound)
+
+
+def test_a_rate_with_few_requests_does_not_decide_alone():
+    """As measured: 77 % of 22 requests at the lightest rate, and more at the next three."""
+    shares = {0.734: 0.77, 1.32: 0.94, 1.9: 0.96, 2.48: 0.97, 3.06: 0.85}
+    sent = {0.734: 22.0, 1.32: 36.0, 1.9: 50.0, 2.48: 65.0, 3.06: 80.0}
+    found, bound = goodput_rps(shares, sent=sent)
+    assert (found, bound) == (pytest.approx(2.72, abs=0.01), "within")
+    assert goodput_rps(shares)[0] == pytest.approx(2.58, abs=0.01)  # all rates alike
 
 
 def test_over_several_rates_goodput_decides_between_any_number_of_arms():

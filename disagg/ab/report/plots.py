@@ -98,7 +98,9 @@ def latency_against_throughput(
             tokens, seconds = [p[1] for p in points], [p[2] for p in points]
             axis.plot(tokens, seconds, color=style.colour, linestyle=style.line, marker=style.marker, markersize=5, label=arm)
             curve = curves.get(arm)
-            for rate, x, y in points if curve is not None else ():
+            for rate, x, y in points:
+                if curve is None:
+                    continue
                 region = curve.regions[f"{rate:g}"]
                 axis.annotate(region[0].upper(), (x, y), textcoords="offset points", xytext=(5, -9), fontsize=7, color=style.colour)
                 if curve.knee_rps == rate:
