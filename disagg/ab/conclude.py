@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Literal
 
@@ -17,15 +17,19 @@ from disagg.config import SloClass
 _OF_ALL_RATES = (compare_goodput, compare_attainment)  # in the order in which they decide
 
 
-def conclude(rows: Mapping[str, Sequence[Row]], classes: Sequence[SloClass], *, simulated: bool = False) -> tuple[VerdictReport, float]:
+def conclude(
+    rows: Mapping[str, Sequence[Row]], classes: Sequence[SloClass], *, simulated: bool = False, probes: Collection[float] = ()
+) -> tuple[VerdictReport, float]:
     """The verdict, and the rate that its latencies are about: the highest at which an arm keeps 90 % in their class, else the lowest.
 
     `rows`: by arm, of all rates. With several rates, what is said of all of them decides first. `simulated`: no machine drifted.
+    `probes`: rates of one round, which say less of latencies; they are about none of them.
     """
     rates = sorted({row.rate_rps or 0.0 for own in rows.values() for row in own})
     at = {rate: {name: [r for r in own if (r.rate_rps or 0.0) == rate] for name, own in rows.items()} for rate in rates}
-    kept = [rate for rate in rates if any((arm_figures(own, classes, None).slo_attainment or 0) >= LEVEL for own in at[rate].values())]
-    reference = kept[-1] if kept else rates[0]
+    candidates = [rate for rate in rates if rate not in probes] or rates
+    kept = [rate for rate in candidates if any((arm_figures(own, classes, None).slo_attainment or 0) >= LEVEL for own in at[rate].values())]
+    reference = kept[-1] if kept else candidates[0]
     num_pairs = max(1, len(rows) - 1)
 
     def compare(name: str, other: str) -> list[Comparison]:

@@ -31,7 +31,7 @@ def result_of(
         for rate in sorted({rate for _, rate, _ in turns.rows})
     ]
     by_arm = {name: [row for key in sorted(turns.rows) if key[0] == name for row in turns.rows[key]] for name in names}
-    verdict, reference_rps = conclude(by_arm, comparison.classes)
+    verdict, reference_rps = conclude(by_arm, comparison.classes, probes=[point.rate_rps for point in points if point.probe])
     reference = next(point for point in points if point.rate_rps == reference_rps)
     faults = sender_faults(turns.journal.counted)
     return Result(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from disagg.ab.conclude import conclude, curves
-from disagg.ab.goodput import goodput_interval, goodput_rps
+from disagg.ab.goodput import compare_attainment, goodput_interval, goodput_rps
 from disagg.ab.result import PointReport, arm_figures
 from disagg.ab.stats import Blocks, Pooled, difference, interval, of_rounds, t_quantile, time_blocks
 from disagg.ab.verdict import judge
@@ -107,6 +107,47 @@ def test_goodput_is_where_attainment_first_falls_through_the_level(attainment: d
     assert goodput_rps(attainment) == (pytest.approx(rate), bound)
 
 
+STEEP = {0.6: 0.030, 1.0: 0.032, 1.5: 0.034, 2.0: 0.037, 2.5: 0.040}  # seconds a step: at the upper rates about the target of 40 ms
+TIGHT = (SloClass(name="chat", ttft_ms=500, tpot_ms=40),)
+
+
+def over_rates(arm: str, seed: int, slower: float = 1.0) -> list:
+    """Two rounds of each rate, too short for goodput to be known."""
+    return [
+        row
+        for rate, step_s in STEEP.items()
+        for row in served(
+            arm, Machine(step_s=slower * step_s, drift=0.04, stall_s=0.2), seed, rounds=2, duration_s=16, tokens=20, rate_rps=rate
+        )
+    ]
+
+
+def test_over_all_rates_equal_arms_show_no_difference_and_a_slower_one_does():
+    def better(slower: float) -> list[str | None]:
+        found = [
+            compare_attainment(over_rates("a", seed), over_rates("b", 50 + seed, slower), TIGHT, ("a", "b"), family=4) for seed in range(12)
+        ]
+        assert {c.measure for c in found if c is not None} == {"SLO attainment over all rates"}
+        return [c.better for c in found if c is not None]
+
+    assert better(1.0).count(None) >= 11
+    assert better(1.25).count("a") >= 9
+    one_turn = compare_attainment(over_rates("a", 1)[:9], over_rates("b", 2)[:9], TIGHT, ("a", "b"))
+    assert one_turn is not None
+    assert (one_turn.low, one_turn.better) == (None, None)
+
+
+def test_a_clear_loss_over_all_rates_decides_where_goodput_is_not_known():
+    rows = {"colocated": over_rates("colocated", 1), "disagg": over_rates("disagg", 2, 1.25)}
+    verdict, reference = conclude(rows, TIGHT)
+    assert verdict.choose == "colocated"
+    decided = next(c for c in verdict.comparisons if c.better == "colocated")
+    assert (decided.measure, decided.rate_rps) in {("goodput", None), ("SLO attainment over all rates", None)}
+    probed, other = conclude(rows, TIGHT, probes=[reference])
+    assert other < reference
+    assert probed.choose == "colocated"
+
+
 def test_a_rate_with_few_requests_does_not_decide_alone():
     """As measured: 77 % of 22 requests at the lightest rate, and more at the next three."""
     shares = {0.734: 0.77, 1.32: 0.94, 1.9: 0.96, 2.48: 0.97, 3.06: 0.85}
@@ -152,7 +193,7 @@ def test_where_a_bad_minute_blurs_the_goodput_attainment_over_all_rates_decides(
     better = late(at_rates("colocated", QUIET, 1), lambda r: r.rate_rps == 0.5 and r.round == 1 and r.index % 2 == 0)
     verdict, _ = conclude({"colocated": better, "disagg": worse}, CLASSES)
     goodput, attainment = verdict.comparisons[:2]
-    assert (goodput.measure, goodput.better) == ("goodput", None)
+    assert (goodput.measure, goodput.values[1]) == ("goodput", 2.0)  # the bad round at the lightest rate is outweighed
     assert (attainment.measure, attainment.better, attainment.rate_rps) == ("SLO attainment over all rates", "colocated", None)
     assert verdict.choose == "colocated"
 
