@@ -180,7 +180,7 @@ def _command(name: str, planned: Plan, out: Path, *, resume: bool) -> list[str]:
         *("--workload", str(out / f"{name}.yaml"), "--arms", ARMS, "--rounds", str(planned.rounds[name])),
         *("--rates", ",".join(f"{rate:g}" for rate in planned.capacity[name].rates), "--limit-min", f"{limit_s / 60:.2f}"),
         *(*chunk, "--out", str(folder)),
-        *(["--resume"] if resume and (folder / "run.json").exists() else []),
+        *(["--resume"] if resume and any((folder / name).exists() for name in ("asked.json", "run.json")) else []),
     ]
 
 
