@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from disagg.errors import InvalidRequestError
-from disagg.policy.decision import Candidate
+from disagg.policy.decision import Candidate, Prediction
 from disagg.policy.outlook import Outlook
 from disagg.policy.router import Ask, Pair, candidate, tpot_s
 from disagg.policy.worker_book import WorkerBook
@@ -79,8 +79,8 @@ def foreseen(pair: Pair, ask: Ask, ahead: Outlook) -> Candidate:
     later_s = max(0.0, ahead.start_s - pair.first.wait_s)
     found = candidate(pair, ask)
     p = found.prediction
-    prediction = p._replace(ttft_s=p.ttft_s + later_s, queue_s=p.queue_s + later_s)
-    return found._replace(prediction=prediction, note=_note(ask, prediction.ttft_s, prediction.tpot_s))
+    prediction = Prediction(p.ttft_s + later_s, p.tpot_s, p.queue_s + later_s, *p[3:])
+    return Candidate(found.prefill, found.decode, prediction, found.cost, _note(ask, prediction.ttft_s, prediction.tpot_s))
 
 
 def why_not(ask: Ask, pairs: Sequence[Pair], ahead: Outlook, prefill_s: float) -> WhyNot | None:

@@ -23,6 +23,13 @@ SURPRISE_S = 0.01  # a first token later than this is late for a reason of its o
 class Booking:
     """One request on one route."""
 
+    __slots__ = (
+        "_arrives_s", "_busy_s", "_context_tokens", "_expected_output", "_in_boxes", "_is_alone", "_is_coming", "_is_decoding", "_is_open",
+        "_is_prefilling", "_is_unseen", "_kv_tokens", "_kv_variance", "_moves_kv", "_passes", "_prefill_s", "_reserved_output", "_seats",
+        "_source_kv_tokens", "_source_seats", "_spread", "_spread_tokens", "_started_s", "_target_s", "_tokens", "box_bytes",
+        "first_token_s", "key", "output_tokens", "prefix", "request", "sink", "source", "tell_at_tokens", "told_tokens",
+    )  # fmt: skip
+
     def __init__(self, key: int, request: Request, pair: Pair, ask: Ask, now_s: float) -> None:
         """Books everything at once."""
         self.key = key

@@ -414,21 +414,23 @@ class Dispatcher:
         return self._outputs[name]
 
     def _ask(self, waiter: Waiter, now_s: float) -> Ask:
-        context = waiter.request.num_context_tokens
-        return Ask(
-            context_tokens=context,
-            output_tokens=waiter.output_tokens,
-            spread=waiter.spread,
-            spread_tokens=waiter.spread_tokens,
-            kv_tokens=context + waiter.keep.tokens,
-            kv_variance=waiter.keep.variance,
-            box_bytes=waiter.box_bytes,
-            moves_kv=waiter.request.remaining_tokens > 1,
-            targets=waiter.targets,
-            waited_s=max(0.0, now_s - waiter.request.arrival_s),
-            avoid=waiter.avoid if (kept := self._drain.kept_from(waiter)) is None else (*waiter.avoid, kept),
-            cached=waiter.cached,
-            has_followers=len(self._waiting) > 1,
+        request, keep, kept_from = waiter.request, waiter.keep, self._drain.kept_from(waiter)
+        context = request.num_context_tokens
+        return Ask(  # by place: by name takes twice as long
+            context,
+            waiter.output_tokens,
+            waiter.spread,
+            waiter.spread_tokens,
+            context + keep.tokens,
+            keep.variance,
+            waiter.box_bytes,
+            request.remaining_tokens > 1,
+            waiter.targets,
+            max(0.0, now_s - request.arrival_s),
+            waiter.avoid if kept_from is None else (*waiter.avoid, kept_from),
+            waiter.cached,
+            0.0,
+            len(self._waiting) > 1,
         )
 
     def _wake_at_s(self, now_s: float) -> float | None:

@@ -62,7 +62,6 @@ class Members:
         """A worker is gone. Unknown is fine."""
         book = self.books.pop(name, None)
         if book is not None:
-            book.is_live = False
             self.prefixes.leave(name)
             self._changed()
 

@@ -12,12 +12,12 @@ class Outline:
     `step_s`: a step of those (of an empty worker: of the first request to come). `gap_s`: seconds per token once those that are coming
     are there too, prompts there lately included. `chunk_tokens`: prompt tokens that a step takes beside the decodes. `duty`: share of its
     time that prompts lately took from decoding, 0 to 0.95; `late_per_s`: steps too long for decoding, per second, each counted by how much
-    too long it was. `fullness`: the part of its seats, or of its KV, that is taken, whichever is more. What few ask for is worked out when
-    they do.
+    too long it was. `fullness`: the part of its seats, or of its KV, that is taken, whichever is more. `feed_s`: the work that makes a step
+    worth its weight reads: so much stands ready. What few ask for is worked out when they do.
     """
 
     __slots__ = (
-        "_feed_s", "_mixed_s", "_most_tokens", "_whole_step_s", "at_s", "chunk_tokens", "context_tokens", "cost", "decodes", "duty",
+        "_mixed_s", "_most_tokens", "_whole_step_s", "at_s", "chunk_tokens", "context_tokens", "cost", "decodes", "duty", "feed_s",
         "free_kv_tokens", "free_seats", "fullness", "gap_s", "late_per_s", "overhead_s", "step_s",
     )  # fmt: skip
 
@@ -49,7 +49,8 @@ class Outline:
         self._most_tokens = most_tokens
         self._mixed_s: float | None = None
         self._whole_step_s: float | None = None
-        self._feed_s: float | None = None
+        worth = min(chunk_tokens, 2 * cost.ridge_tokens)
+        self.feed_s = cost.step_s(worth, 0, decodes, context_tokens) if worth else 0.0
 
     @property
     def mixed_s(self) -> float:
@@ -65,11 +66,3 @@ class Outline:
             most = self._most_tokens
             self._whole_step_s = self.cost.step_s(most, most * most / 2, 0, 0)
         return self._whole_step_s
-
-    @property
-    def feed_s(self) -> float:
-        """The work that makes a step worth its weight reads: so much stands ready."""
-        if self._feed_s is None:
-            worth = min(self.chunk_tokens, 2 * self.cost.ridge_tokens)
-            self._feed_s = self.cost.step_s(worth, 0, self.decodes, self.context_tokens) if worth else 0.0
-        return self._feed_s

@@ -71,22 +71,17 @@ def _prefill_start_s(standing: Standing, ahead: int, work_s: float, typical: Ste
     if not ahead:
         return _soonest_s(standing, typical)
     work_s = max(0.0, work_s - 0.5 * work_s / ahead * (len(standing.sources) - 1))
-    steps = _levels(standing, typical)
     level_s, rate = NEVER_S, 0.0
-    for index, (free_s, share) in enumerate(steps):
-        if index == 0:
-            level_s = free_s
+    for free_s, share in _levels(standing, typical):
+        if rate > 0.0:  # from the last worker's level up to this one's
+            room_s = (free_s - level_s) * rate
+            if room_s >= work_s:
+                return level_s + work_s / rate
+            work_s -= room_s
+        level_s = free_s
         rate += share
-        next_s = steps[index + 1][0] if index + 1 < len(steps) else NEVER_S
-        if rate <= 0.0:
-            level_s = next_s
-            continue
-        room_s = (next_s - level_s) * rate
-        if room_s >= work_s:
-            return level_s + work_s / rate
-        work_s -= room_s
-        level_s = next_s
-    return level_s
+    room_s = (NEVER_S - level_s) * rate
+    return level_s + work_s / rate if room_s >= work_s and rate > 0.0 else NEVER_S
 
 
 def _soonest_s(standing: Standing, typical: StepCost) -> float:
@@ -104,7 +99,12 @@ def _soonest_s(standing: Standing, typical: StepCost) -> float:
 def _levels(standing: Standing, typical: StepCost) -> list[tuple[float, float]]:
     """When workers are free, the first one first, and how quick each is with prompts from then on."""
     if standing.levels is None:
-        standing.levels = sorted([(standing.wait_s(w), prompt_rate(w, typical, standing.look(w))) for w in standing.sources])
+        rates = []
+        for w, o in zip(standing.sources, standing.looks(standing.sources), strict=True):
+            known = w.prompt_rate  # as prompt_rate() does, without a call for each
+            is_valid = known is not None and known[0] is o and known[1] is typical
+            rates.append(known[2] if is_valid else prompt_rate(w, typical, o))
+        standing.levels = sorted(zip(standing.waits_s(), rates, strict=True))
     return standing.levels
 
 

@@ -18,22 +18,22 @@ def record_of(
 ) -> DecisionRecord:
     """What became of `waiter`, with `num_waiting` requests in the queue after it."""
     request, targets = waiter.request, waiter.targets
-    return DecisionRecord(
-        request_id=request.request_id,
-        at_s=now_s,
-        waited_s=max(0.0, now_s - request.arrival_s),
-        verdict=verdict,
-        reason=reason,
-        slo_class=request.slo_class,
-        priority=request.priority,
-        context_tokens=request.num_context_tokens,
-        max_tokens=request.sampling.max_tokens,
-        ttft_target_s=targets.ttft_s,
-        tpot_target_s=targets.tpot_s,
-        queued_requests=num_waiting,
-        attempt=waiter.attempt,
-        candidates=candidates,
-        retry_after_s=retry_s,
+    return DecisionRecord(  # by place, as in candidate()
+        request.request_id,
+        now_s,
+        max(0.0, now_s - request.arrival_s),
+        verdict,
+        reason,
+        request.slo_class,
+        request.priority,
+        request.num_context_tokens,
+        request.sampling.max_tokens,
+        targets.ttft_s,
+        targets.tpot_s,
+        num_waiting,
+        waiter.attempt,
+        candidates,
+        retry_s,
     )
 
 

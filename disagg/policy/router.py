@@ -45,6 +45,7 @@ AVOIDED = 1e3  # makes a worker that just failed this request the last choice, b
 TIE = 0.004  # costs this near to the least, 0.8 % of a target, are equal, and take turns: noise must not send all to one worker
 BEST_LEGS = 3  # of each kind are paired
 CROSS_HOST_BYTES_PER_S = 1e9
+_PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # Python 3.11 looks an enum's member up by a call
 
 
 @dataclass(slots=True)
@@ -123,24 +124,26 @@ def weigh_first(w: WorkerBook, ask: Ask, standing: Standing, extra_s: float = 0.
     o = w.outline(now_s)
     cached = min(ask.cached.get(w.name, 0), ask.context_tokens - 1) if ask.cached else 0
     tokens = ask.context_tokens - cached
+    is_behind = bool(w.prefilling)
     wait_s = w.wait_s(now_s, o) + extra_s
     core_s = w.prefill_s(tokens, cached, o)
     prefill_s = core_s + o.overhead_s
-    if ask.has_followers and w.prefilling and prefill_s < o.feed_s:
+    if is_behind and ask.has_followers and prefill_s < o.feed_s:
         prefill_s = o.feed_s  # others will share its step
-    passing = w.passing_s(tokens, now_s) if w.pass_tokens else None
+    passing = w.passing_s(tokens, now_s) if is_behind and w.pass_tokens else None
     if passing is not None and sum(passing) < wait_s + core_s:
         wait_s, core_s = passing
         prefill_s = core_s + o.overhead_s
     else:
         passing = None
-    cost = regret((ask.waited_s + wait_s + prefill_s) / ask.targets.ttft_scale_s, EASE, FIRST_KNEE)
+    share = (ask.waited_s + wait_s + prefill_s) / ask.targets.ttft_scale_s
+    cost = EASE * share if share <= FIRST_KNEE else regret(share, EASE, FIRST_KNEE)
     if w.coming_at:
         cost += _delay_cost(w, o, now_s + wait_s, core_s)
     if o.decodes:
         steps = -(-tokens // o.chunk_tokens)
         cost += _stall_cost(w, o, max(0.0, core_s - steps * o.step_s), steps)
-    if w.prefilling and ask.queue_price:
+    if is_behind and ask.queue_price:
         # Its next free second is one that somebody else waits for; an idle worker's is lost when nobody takes it. What a step that is
         # there already would save is left out: whoever comes next saves it too, and for its sake the first of a queue would wait on and on.
         work_s = o.overhead_s
@@ -148,8 +151,8 @@ def weigh_first(w: WorkerBook, ask: Ask, standing: Standing, extra_s: float = 0.
             work_s += core_s
         else:
             work_s += o.cost.prefill_s(tokens, cached, o.chunk_tokens, o.decodes, o.context_tokens)
-        cost += ask.queue_price * max(work_s, o.feed_s)
-    if w.role is Role.DECODE:
+        cost += ask.queue_price * (work_s if work_s > o.feed_s else o.feed_s)
+    if w.role is _DECODE:
         cost += ROLE_BIAS
     if w.name in ask.avoid:
         cost += AVOIDED
@@ -190,7 +193,8 @@ def weigh_second(w: WorkerBook, ask: Ask, standing: Standing, ready_s: float = 0
     """The answer on `w`, beside what is there. `ready_s`: from now, until the KV is there when it comes from elsewhere."""
     o = w.outline(standing.now_s)
     tpot_s = w.gap_with_s(o, ask.context_tokens + 0.5 * ask.output_tokens)
-    cost = regret(tpot_s / ask.targets.tpot_scale_s)
+    share = tpot_s / ask.targets.tpot_scale_s
+    cost = EASE * share if share <= KNEE else regret(share)
     if tpot_s != o.gap_s:
         for other_s, count in w.accounts.groups.items():
             share = tpot_s / other_s
@@ -202,7 +206,7 @@ def weigh_second(w: WorkerBook, ask: Ask, standing: Standing, ready_s: float = 0
         cost += LATE_WEIGHT * o.late_per_s * ask.output_tokens * tpot_s
     if o.fullness > FULL_FROM:
         cost += FULL_WEIGHT * (o.fullness - FULL_FROM)
-    if w.role is Role.PREFILL:
+    if w.role is _PREFILL:
         cost += ROLE_BIAS
     if w.name in ask.avoid:
         cost += AVOIDED
@@ -255,6 +259,7 @@ class Router:
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
         self.hand_over = HandOver()
+        self._pairs_apart, self._pairs_alone = mode is not Mode.COLOCATED, mode is not Mode.DISAGG
 
     def pairs(
         self,
@@ -269,14 +274,14 @@ class Router:
         `extra_s`: seconds of prompts meant for a worker but not given yet. `shortlist`: so many of each kind are weighed, all where no more
         than SHORTLIST are there. Of pairs that are as good as equal, the least recently used is to be taken.
         """
-        firsts = {w.name: weigh_first(w, ask, standing, extra_s.get(w.name, 0.0)) for w in _least_busy(standing, ask, extra_s, shortlist)}
+        firsts = [weigh_first(w, ask, standing, extra_s.get(w.name, 0.0)) for w in _least_busy(standing, ask, extra_s, shortlist)]
         ready_s = 0.0
         if firsts and ask.moves_kv:
-            soonest = min(firsts.values(), key=_cost)
+            soonest = min(firsts, key=_cost)
             ready_s = soonest.wait_s + soonest.prefill_s + self.hand_over.seconds(ask.box_bytes)
-        seconds = {w.name: weigh_second(w, ask, standing, ready_s) for w in _least_full(standing, ask, shortlist)}
-        found = [] if self.mode is Mode.COLOCATED else self._apart(ask, firsts, seconds, standing)
-        if self.mode is not Mode.DISAGG:
+        seconds = [weigh_second(w, ask, standing, ready_s) for w in _least_full(standing, ask, shortlist)]
+        found = self._apart(ask, firsts, seconds, standing) if self._pairs_apart else []
+        if self._pairs_alone:
             found += self._colocated(ask, firsts, seconds, standing, extra_s)
         if not found:
             return Shortage(_shortage(ask, standing))
@@ -286,32 +291,25 @@ class Router:
         found.sort(key=_cost)
         return [chosen, *[pair for pair in found if pair is not chosen][: best - 1]]
 
-    def sources(self, workers: Sequence[WorkerBook]) -> list[WorkerBook]:
-        """Workers that may take a first leg."""
-        return [w for w in workers if w.role is Role.PREFILL] if self.mode is Mode.DISAGG else list(workers)
-
-    def sinks(self, workers: Sequence[WorkerBook]) -> list[WorkerBook]:
-        """Workers that may take a second leg."""
-        return [w for w in workers if w.role is Role.DECODE] if self.mode is Mode.DISAGG else list(workers)
-
     def _colocated(
-        self, ask: Ask, firsts: dict[str, FirstLeg], seconds: dict[str, SecondLeg], standing: Standing, extra_s: Mapping[str, float]
+        self, ask: Ask, firsts: list[FirstLeg], seconds: list[SecondLeg], standing: Standing, extra_s: Mapping[str, float]
     ) -> list[Pair]:
         """Both legs on one worker, for each that is among the best for either."""
         pairs = []
-        for w in dict.fromkeys([leg.worker for leg in firsts.values()] + [leg.worker for leg in seconds.values()]):
-            second = seconds.get(w.name)
+        first_on, second_on = {leg.worker: leg for leg in firsts}, {leg.worker: leg for leg in seconds}
+        for w in dict.fromkeys([*first_on, *second_on]):
+            second = second_on.get(w)
             if not (second is not None and ask.moves_kv) and not has_room(w, ask, standing):  # `seconds` have room
                 continue
-            first = firsts.get(w.name) or weigh_first(w, ask, standing, extra_s.get(w.name, 0.0))
+            first = first_on.get(w) or weigh_first(w, ask, standing, extra_s.get(w.name, 0.0))
             second = second or weigh_second(w, ask, standing)
             pairs.append(Pair(first, second, first.cost + second.cost, 0.0))
         return pairs
 
-    def _apart(self, ask: Ask, firsts: dict[str, FirstLeg], seconds: dict[str, SecondLeg], standing: Standing) -> list[Pair]:
+    def _apart(self, ask: Ask, firsts: list[FirstLeg], seconds: list[SecondLeg], standing: Standing) -> list[Pair]:
         """Pairs of two workers: the best few first legs with the best few second legs."""
-        sources = _best([leg for leg in firsts.values() if has_outbox_room(leg.worker, ask) and has_prompt_room(leg.worker, ask, standing)])
-        sinks = _best([leg for leg in seconds.values() if has_inbox_room(leg.worker, ask)])
+        sources = _best([leg for leg in firsts if has_outbox_room(leg.worker, ask) and has_prompt_room(leg.worker, ask, standing)])
+        sinks = _best([leg for leg in seconds if has_inbox_room(leg.worker, ask)])
         if not ask.moves_kv:
             return [Pair(first, second, first.cost, 0.0) for first in sources for second in sinks if first.worker is not second.worker]
         pairs = []
@@ -355,7 +353,7 @@ def candidate(pair: Pair, ask: Ask, note: str = "") -> Candidate:
     first = pair.first
     prediction = Prediction(  # by place: by name takes twice as long
         ask.waited_s + first.wait_s + first.prefill_s,
-        tpot_s(pair, ask),
+        pair.second.tpot_s + pair.transfer_s / ask.spread_tokens if ask.moves_kv else 0.0,  # tpot_s()
         ask.waited_s + first.wait_s,
         first.prefill_s,
         pair.transfer_s,
@@ -411,4 +409,10 @@ def _fair(pairs: Sequence[Pair]) -> Pair:
     """The cheapest; of those as good as equally cheap, that of the least recently used workers."""
     limit = min([pair.cost for pair in pairs]) + TIE
     equal = [pair for pair in pairs if pair.cost <= limit]
-    return min(equal, key=lambda p: (p.first.worker.last_used_s, p.second.worker.last_used_s, p.first.worker.name, p.second.worker.name))
+    if len(equal) > 1:
+        longest_s = min([pair.first.worker.last_used_s for pair in equal])
+        equal = [pair for pair in equal if pair.first.worker.last_used_s == longest_s]
+    if len(equal) > 1:
+        longest_s = min([pair.second.worker.last_used_s for pair in equal])
+        equal = [pair for pair in equal if pair.second.worker.last_used_s == longest_s]
+    return equal[0] if len(equal) == 1 else min(equal, key=lambda p: (p.first.worker.name, p.second.worker.name))

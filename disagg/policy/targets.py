@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from disagg.config import SloClass
 
@@ -20,13 +20,18 @@ MISSED = 1.25  # beyond it the target is lost, and a little more delay hardly ma
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """One class. `ttft_s`/`tpot_s`: None where it has none. `may_reject`: refuse rather than miss."""
+    """One class. `ttft_s`/`tpot_s`: None where it has none; `ttft_scale_s`/`tpot_scale_s`: what a latency is held against in any case.
+
+    `may_reject`: refuse rather than miss.
+    """
 
     name: str
     ttft_s: float | None
     tpot_s: float | None
     priority: int
     may_reject: bool
+    ttft_scale_s: float = field(init=False)
+    tpot_scale_s: float = field(init=False)
 
     @classmethod
     def of(cls, slo: SloClass) -> Targets:
@@ -38,13 +43,9 @@ class Targets:
         """A class that asks nothing."""
         return cls(name, None, None, 0, may_reject=False)
 
-    @property
-    def ttft_scale_s(self) -> float:
-        return self.ttft_s if self.ttft_s is not None else SOFT_TTFT_S
-
-    @property
-    def tpot_scale_s(self) -> float:
-        return self.tpot_s if self.tpot_s is not None else SOFT_TPOT_S
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ttft_scale_s", self.ttft_s if self.ttft_s is not None else SOFT_TTFT_S)
+        object.__setattr__(self, "tpot_scale_s", self.tpot_s if self.tpot_s is not None else SOFT_TPOT_S)
 
 
 def slope(share: float) -> float:

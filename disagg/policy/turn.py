@@ -19,7 +19,16 @@ FEED_S = 0.025  # a worker gets its next prompt when it has so much left, at the
 
 def is_any_ready(standing: Standing, settings: AdmissionSettings, spent: Collection[str]) -> bool:
     """Whether a worker is about to run dry, those that are `spent` left out."""
-    return any(w.name not in spent and is_ready(w, settings, standing.wait_s(w), standing.look(w)) for w in standing.sources)
+    now_s = standing.now_s
+    books = [w for w in standing.sources if w.name not in spent] if spent else standing.sources
+    for w, o in zip(books, standing.looks(books), strict=True):
+        if not w.prefilling:
+            return True
+        wait_s = abs(w.busy_until_s - now_s)
+        may_be_ready = wait_s <= FEED_S or wait_s <= o.feed_s or w.tail_s < o.feed_s
+        if may_be_ready and is_ready(w, settings, wait_s, o):
+            return True
+    return False
 
 
 def is_ready(source: WorkerBook, settings: AdmissionSettings, wait_s: float, o: Outline) -> bool:

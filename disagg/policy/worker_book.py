@@ -6,7 +6,7 @@ Two sources are joined: the worker's own reports (a little old), and this gatewa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -80,12 +80,18 @@ class Typical(NamedTuple):
 class WorkerBook:
     """One life of one worker. `takes_answers`: it may decode what a prompt began, here or elsewhere."""
 
+    __slots__ = (
+        "_age", "_believed", "_duty", "_foreign", "_is_slow", "_last_step", "_late_per_s", "_learned_s", "_long_step_s", "_outline",
+        "accounts", "busy_until_s", "coming_at", "fit", "heard_s", "host_id", "last_used_s", "name", "overhead_s", "pass_tokens",
+        "passing_tokens", "prefilling", "prompt_rate", "role", "state", "tail_room", "tail_s", "tail_steps",
+        "takes_answers", "typical",
+    )  # fmt: skip
+
     def __init__(self, name: str, role: Role, host_id: str, state: EngineState, prior: StepCost, now_s: float) -> None:
         self.name = name
         self.role = role
         self.host_id = host_id
         self.state = state
-        self.is_live = True
         self.fit = StepFit(prior)
         self.takes_answers = True
         self.typical: Typical | None = None  # of its pool; None when it is alone there
@@ -208,7 +214,9 @@ class WorkerBook:
         if (decodes or a.coming > len(self.coming_at)) and 0 < state.mixed_step_tokens < limit:
             limit = state.mixed_step_tokens
         chunk = max(min(limit - self.pass_tokens, limit - decodes), limit // 4, 1)
-        room = state.total_kv_tokens - a.kv_tokens - math.ceil(KV_DOUBT * math.sqrt(a.kv_variance))
+        room = state.total_kv_tokens - a.kv_tokens
+        if a.kv_variance:
+            room -= math.ceil(KV_DOUBT * math.sqrt(a.kv_variance))
         unseen = state.free_kv_tokens - a.unseen_kv_tokens
         most_seats = state.max_running_requests
         seats = most_seats - a.seats - self._foreign if most_seats else UNKNOWN_SEATS
@@ -365,14 +373,9 @@ class WorkerBook:
         return self.tail_room
 
 
-def outlines(books: Sequence[WorkerBook], now_s: float) -> list[Outline]:
-    """`outline` of each."""
-    return [w.outline(now_s) for w in books]
-
-
-def sketches(books: Sequence[WorkerBook], now_s: float) -> list[Outline]:
-    """`sketch` of each: of hundreds, for each request, so that a call for each would take longer than all the rest of it."""
-    return [
-        w._outline if w._age != _TOUCHED and now_s - w._outline.at_s <= SKETCH_S else w.outline(now_s)
-        for w in books
-    ]  # fmt: skip
+def looks(books: Sequence[WorkerBook], now_s: float, *, in_detail: bool) -> Iterator[Outline]:
+    """`outline` or `sketch` of each: of hundreds, for each request, so that a call for each would take longer than all the rest of it."""
+    newest, oldest_s = (_FRESH, FRESH_S) if in_detail else (_REPORTED, SKETCH_S)
+    for w in books:
+        o = w._outline
+        yield o if w._age <= newest and now_s - o.at_s <= oldest_s else w.outline(now_s)

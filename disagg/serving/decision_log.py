@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections import OrderedDict
-from dataclasses import asdict
 
 from disagg.policy.decision import Candidate, DecisionRecord, Prediction
 
@@ -37,7 +36,7 @@ class DecisionLog:
 
 def to_json(record: DecisionRecord) -> str:
     """One line; seconds rounded to microseconds."""
-    return json.dumps(_rounded(asdict(record)), separators=(",", ":"))
+    return json.dumps(_rounded(record), separators=(",", ":"))
 
 
 def _rounded(value: object) -> object:
@@ -45,7 +44,7 @@ def _rounded(value: object) -> object:
         return round(value, 6)
     if isinstance(value, dict):
         return {k: _rounded(v) for k, v in value.items()}
-    if isinstance(value, (Candidate, Prediction)):
+    if isinstance(value, (DecisionRecord, Candidate, Prediction)):
         return _rounded(value._asdict())
     if isinstance(value, (list, tuple)):
         return [_rounded(v) for v in value]
