@@ -82,5 +82,5 @@ class ObservedCoordinator:
         run = self._coordinator.submit(request)
         return ObservedRun(run, (*self._on_end, partial(self._tracing.end, trace)))
 
-    def refusal(self, num_requests: int) -> RejectedError | None:
-        return self._coordinator.refusal(num_requests)
+    def refusal(self, num_requests: int, priority: int) -> RejectedError | None:
+        return self._coordinator.refusal(num_requests, priority)

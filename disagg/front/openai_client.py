@@ -35,6 +35,7 @@ from disagg.front.grpc_door import Coordinator, Pools
 from disagg.front.openai_errors import retry_after_s, to_vllm
 from disagg.front.openai_sampling import OutputTranslator, check_served, to_sampling
 from disagg.front.terms import CURRENT, Terms
+from disagg.front.validate import MAX_PRIORITY
 from disagg.tracing import trace_context
 from disagg.types import Phase, Request
 
@@ -47,8 +48,8 @@ MAX_N = 128
 class OpenCoordinator(Coordinator, Protocol):
     """A coordinator that also says whether it would take a request now."""
 
-    def refusal(self, num_requests: int) -> RejectedError | None:
-        """Why so many further requests would be refused, whatever they are; None when they may come."""
+    def refusal(self, num_requests: int, priority: int) -> RejectedError | None:
+        """Why so many further requests of this priority would be refused, whatever they are; None when they may come."""
         ...
 
 
@@ -75,9 +76,10 @@ class GatewayClient(EngineClient):  # type: ignore[misc]
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Refuse before a response is started, when nothing more would be taken."""
-        refusal = self._coordinator.refusal(n)
+        terms = CURRENT.get()
+        refusal = self._coordinator.refusal(n, self._priority(terms))
         if refusal is not None:
-            raise self._translated(refusal, CURRENT.get())
+            raise self._translated(refusal, terms)
 
     def generate(
         self,
@@ -122,6 +124,9 @@ class GatewayClient(EngineClient):  # type: ignore[misc]
             raise VLLMValidationError("only rendered prompts are served here; expected text or token ids")
         if params.n > MAX_N:
             raise VLLMValidationError(f"n must be at most {MAX_N}, got {params.n}", parameter="n", value=params.n)
+        if abs(priority := arguments["priority"]) > MAX_PRIORITY:
+            expected = f"from {-MAX_PRIORITY} to {MAX_PRIORITY}, lower goes first"
+            raise VLLMValidationError(f"priority must be {expected}, got {priority}", parameter="priority", value=priority)
         core = self.input_processor.process_inputs(request_id, prompt, params, supported_tasks=TASKS, **arguments)
         check_served(core, params)
         self.input_processor.assign_request_id(core)
@@ -187,22 +192,23 @@ class GatewayClient(EngineClient):  # type: ignore[misc]
 
     def _request(self, core: EngineCoreRequest, terms: Terms | None, arrival_s: float) -> Request:
         slo_class = terms.slo_class if terms is not None else self._default_class
-        priority = slo_class.priority
-        if terms is not None and terms.priority is not None:
-            priority = terms.priority
-        elif core.priority:
-            priority = -core.priority  # vLLM's field: lower goes first
         return Request(
             request_id=core.request_id,
             prompt_token_ids=tuple(core.prompt_token_ids or ()),
             sampling=to_sampling(core),
             slo_class=slo_class.name,
-            priority=priority,
+            priority=self._priority(terms, core.priority),
             arrival_s=arrival_s,
             deadline_s=terms.deadline_s if terms is not None else None,
             cache_salt=core.cache_salt or "",
             **trace_context(core.trace_headers or {}),
         )
+
+    def _priority(self, terms: Terms | None, given: int = 0) -> int:
+        """The header's, else the body's (vLLM's field: lower goes first), else the class's. Higher goes first."""
+        if terms is not None and terms.priority is not None:
+            return terms.priority
+        return -given or (terms.slo_class if terms is not None else self._default_class).priority
 
     @staticmethod
     def _translated(error: DisaggError, terms: Terms | None) -> Exception:

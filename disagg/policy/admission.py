@@ -33,8 +33,12 @@ class WhyNot:
 
 
 class Largest(NamedTuple):
-    """Of the live workers: the KV cache of those that may decode, in tokens, and either box, in bytes. 0: no worker, or not told."""
+    """Of the live workers: the KV cache of those that may run a prompt, and of those that may decode, in tokens, and either box, in bytes.
 
+    0: no worker, or not told.
+    """
+
+    prompt_kv_tokens: int
     kv_tokens: int
     outbox_bytes: int
     inbox_bytes: int
@@ -43,6 +47,7 @@ class Largest(NamedTuple):
     def of(cls, sources: Sequence[WorkerBook], sinks: Sequence[WorkerBook]) -> Largest:
         """Of workers that may take a first leg, and a second one."""
         return cls(
+            max([w.state.total_kv_tokens for w in sources], default=0),
             max([w.state.total_kv_tokens for w in sinks], default=0),
             max([w.state.outbox_total_bytes for w in sources], default=0),
             max([w.state.inbox_total_bytes for w in sinks], default=0),
@@ -56,10 +61,11 @@ def check_fits(request: Request, mode: Mode, model: ModelInfo, largest: Largest)
     """
     context = request.num_context_tokens
     whole = context + max(0, request.remaining_tokens)
+    for most in (largest.prompt_kv_tokens, largest.kv_tokens):
+        if most and context > most:
+            expected = f"at most {most} tokens, the largest KV cache of a worker"
+            raise InvalidRequestError(field="prompt", value=f"{context} tokens", expected=expected)
     most = largest.kv_tokens
-    if most and context > most:
-        expected = f"at most {most} tokens, the largest KV cache of a worker"
-        raise InvalidRequestError(field="prompt", value=f"{context} tokens", expected=expected)
     if most and whole > most:
         raise InvalidRequestError(
             field="max_tokens",

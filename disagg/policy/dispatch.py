@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from disagg.config import AdmissionSettings, SloClass
+from disagg.errors import InvalidRequestError
 from disagg.policy.admission import MIN_RETRY_S, RECORDED_PAIRS, check_fits, foreseen, retry_after, why_not
 from disagg.policy.booking import Booking
 from disagg.policy.decision import Candidate, Decisions, Grant, Refusal, Verdict
@@ -151,9 +152,9 @@ class Dispatcher:
         """Requests in the queue."""
         return len(self._waiting)
 
-    def full(self, more: int, now_s: float) -> tuple[str, float] | None:
-        """Why `more` further requests would overfill the queue, and when to try again; None when they may come."""
-        if not len(self._waiting) or len(self._waiting) + more <= self._admission.max_queued_requests:
+    def full(self, more: int, now_s: float, priority: int) -> tuple[str, float] | None:
+        """Why `more` further requests would overfill the queue, and when to try again; None when they may come: lower ones give way."""
+        if not len(self._waiting) or self._waiting.not_below(priority) + more <= self._admission.max_queued_requests:
             return None
         last = self._waiting.last_new()
         retry_s = self._retry_s(last, now_s) if last is not None else MIN_RETRY_S
@@ -267,7 +268,7 @@ class Dispatcher:
         return refusals
 
     def _bound(self, now_s: float) -> list[Refusal]:
-        """Refuse the last ones of a queue that is too long. Retries stay, and one request may wait whatever its size."""
+        """Refuse the last ones of a queue that is too long, the lowest first. Retries stay, and one request may wait whatever its size."""
         settings, refusals = self._admission, []
         while len(self._waiting) > settings.max_queued_requests or (
             len(self._waiting) > 1 and self._waiting.tokens > settings.max_queued_tokens
@@ -334,7 +335,10 @@ class Dispatcher:
             if isinstance(pairs, Shortage):
                 if now_s - waiter.queued_s > AGED_S and waiter is self._waiting.oldest():
                     self._drain.begin(waiter, ask, self._members.standing(now_s))
-                blocked += 1
+                if (outgrown := self._outgrown(waiter, now_s)) is not None:
+                    refusals.append(outgrown)
+                else:
+                    blocked += 1
                 continue
             pair = pairs[0]
             if pair.second.worker.name == self._drain.kept_from(waiter):
@@ -357,6 +361,16 @@ class Dispatcher:
                 grants.append(self._book(waiter, ask, pairs, now_s))
                 has_ready = is_any_ready(self._members.standing(now_s), self._admission, spent)
         return grants, refusals
+
+    def _outgrown(self, waiter: Waiter, now_s: float) -> Refusal | None:
+        """A refusal for what only a worker could hold that has left since it came, and none like it has come within the time for that."""
+        if now_s - waiter.queued_s < self._admission.worker_timeout_s:
+            return None
+        try:
+            check_fits(waiter.request, self.mode, self.model, self._members.largest)
+        except InvalidRequestError as error:
+            return self._refuse(waiter, now_s, f"no live worker could hold it: {error.message}", MIN_RETRY_S, no_worker=True)
+        return None
 
     def _weighed(self, waiter: Waiter, price: float, held_s: Mapping[str, float], now_s: float) -> tuple[Ask, list[Pair] | Shortage]:
         """Its pairs; those that admission has just weighed, when nothing has changed since."""
@@ -421,6 +435,7 @@ class Dispatcher:
             waiter.output_tokens,
             waiter.spread,
             waiter.spread_tokens,
+            context + max(1, request.remaining_tokens),
             context + keep.tokens,
             keep.variance,
             waiter.box_bytes,

@@ -25,7 +25,7 @@ class Drain:
 
     def begin(self, waiter: Waiter, ask: Ask, standing: Standing) -> None:
         """`waiter` finds room nowhere: the emptiest worker that could hold it takes no others. Nothing happens when one empties already."""
-        able = [w for w in standing.sinks if w.state.total_kv_tokens >= ask.kv_tokens]
+        able = [w for w in standing.sinks if w.state.total_kv_tokens >= ask.whole_tokens]
         if self._waiter is None and able and not any(has_room(w, ask, standing) for w in able):
             self._waiter = waiter
             self._worker = max(able, key=lambda w: w.outline(standing.now_s).free_kv_tokens).name

@@ -12,8 +12,8 @@ class Outline:
     `step_s`: a step of those (of an empty worker: of the first request to come). `gap_s`: seconds per token once those that are coming
     are there too, prompts there lately included. `chunk_tokens`: prompt tokens that a step takes beside the decodes. `duty`: share of its
     time that prompts lately took from decoding, 0 to 0.95; `late_per_s`: steps too long for decoding, per second, each counted by how much
-    too long it was. `fullness`: the part of its seats, or of its KV, that is taken, whichever is more. `feed_s`: the work that makes a step
-    worth its weight reads: so much stands ready. What few ask for is worked out when they do.
+    too long it was. `fullness`: the part of its seats, or of its KV, that is taken, whichever is more of what it tells. `feed_s`: the work
+    that makes a step worth its weight reads: so much stands ready. What few ask for is worked out when they do.
     """
 
     __slots__ = (

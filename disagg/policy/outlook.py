@@ -117,6 +117,8 @@ def _place_s(ask: Ask, standing: Standing, ahead: int) -> float:
         if places > ahead:
             return 0.0
         if w.accounts.decodes:
+            if o.gap_s <= 0.0:
+                return 0.0  # steps that take no time: its answers end at once
             ends_per_s += w.accounts.decodes / (w.mean_output_tokens * o.gap_s)
     return (ahead + 1 - places) / ends_per_s if ends_per_s > 0 else 0.0
 

@@ -51,7 +51,7 @@ _PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # Python 3.11 looks an enum's mem
 @dataclass(slots=True)
 class Ask:
     """What one request asks of its workers. `waited_s`: since its arrival. `output_tokens`: expected; `kv_tokens`: to reserve,
-    with the `kv_variance` of that.
+    with the `kv_variance` of that; `whole_tokens`: context and answer at their longest.
 
     `spread`: over how many of them a delay is spread, by likelihood; `spread_tokens`: the harmonic mean of those.
 
@@ -63,6 +63,7 @@ class Ask:
     output_tokens: float
     spread: Spread
     spread_tokens: float
+    whole_tokens: int
     kv_tokens: int
     kv_variance: int
     box_bytes: int
@@ -215,9 +216,11 @@ def weigh_second(w: WorkerBook, ask: Ask, standing: Standing, ready_s: float = 0
 
 
 def has_room(w: WorkerBook, ask: Ask, standing: Standing) -> bool:
-    """A seat in the batch, and KV for prompt and answer. A worker that holds nothing of ours is never too small: the total was checked
-    when the request came."""
+    """A seat in the batch, and KV for prompt and answer. A worker that holds nothing of ours has it if its whole KV cache is large enough:
+    of unlike workers some may be too small for what the largest can hold."""
     a = w.accounts
+    if ask.whole_tokens > w.state.total_kv_tokens > 0:
+        return False
     if a.seats == 0:
         return True
     o = w.outline(standing.now_s)
@@ -235,6 +238,8 @@ def has_prompt_room(w: WorkerBook, ask: Ask, standing: Standing) -> bool:
     Where nothing decodes, other prompts are all that it waits for, in the engine. It is sent before they end, as ever, and a long one would
     wait for ever at the gateway if shorter ones could always take what is left.
     """
+    if ask.context_tokens > w.state.total_kv_tokens > 0:
+        return False
     if not (w.accounts.decodes or w.accounts.coming):
         return True
     o = w.outline(standing.now_s)
@@ -342,7 +347,8 @@ def _shortage(ask: Ask, standing: Standing) -> str:
         if not free:
             return "all workers run as many requests as they can"
         most = max(o.free_kv_tokens for o in free)
-        return f"no worker has room for {ask.kv_tokens} KV tokens (the emptiest has {max(0, most)})"
+        needed = f"{ask.kv_tokens} KV tokens, {ask.whole_tokens} at the most"
+        return f"no worker has room for {needed} (the emptiest has {max(0, most)})"
     if not any(has_prompt_room(w, ask, standing) for w in standing.sources):
         return f"no worker has room for a prompt of {ask.context_tokens} tokens"
     return "the outboxes or inboxes of all workers are full"

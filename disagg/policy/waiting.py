@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -49,6 +50,9 @@ class Waiter:
         """Where it stands; the least goes first."""
         wanted_s = self.targets.ttft_s if self.targets.ttft_s is not None else NO_TTFT_DEADLINE_S
         return (self.is_best_effort, -self.request.priority, self.request.arrival_s + wanted_s, self.key)
+
+
+_is_best_effort = operator.itemgetter(0)  # of a place
 
 
 class WaitingQueue:
@@ -133,8 +137,18 @@ class WaitingQueue:
         return next(iter(self._waiters.values()), None)
 
     def last_new(self) -> Waiter | None:
-        """The one that goes last, retries left out."""
-        places = reversed(self._places)
+        """The one that goes last of those of the lowest priority, retries left out.
+
+        That is the last one of all, or the last one that can still be in time: each part is in order of priority.
+        """
+        begin = bisect_left(self._places, True, key=_is_best_effort)
+        late, timely = self._last_new(begin, len(self._places)), self._last_new(0, begin)
+        if late is None or timely is None:
+            return late or timely
+        return timely if timely.request.priority < late.request.priority else late
+
+    def _last_new(self, begin: int, end: int) -> Waiter | None:
+        places = (self._places[index] for index in range(end - 1, begin - 1, -1))
         return next((w for place in places if not (w := self._waiters[place[3]]).attempt), None)
 
     def ahead(self, waiter: Waiter) -> tuple[int, float]:

@@ -221,8 +221,10 @@ class WorkerBook:
         most_seats = state.max_running_requests
         seats = most_seats - a.seats - self._foreign if most_seats else UNKNOWN_SEATS
         o = Outline(now_s, cost, overhead_s, decodes, context, step_s, chunk, most, room if room < unseen else unseen, seats)
-        if most_seats and state.total_kv_tokens:
-            o.fullness = 1.0 - min(o.free_seats / most_seats, o.free_kv_tokens / state.total_kv_tokens)
+        free = o.free_kv_tokens / state.total_kv_tokens if state.total_kv_tokens else 1.0
+        if most_seats:
+            free = min(free, o.free_seats / most_seats)
+        o.fullness = 1.0 - free
         since_s = max(0.0, now_s - self._learned_s)
         if self._duty:
             o.duty = self._duty * math.exp(-since_s / DUTY_S)

@@ -60,9 +60,9 @@ class Coordinator:
         deadline_s = request.deadline_s if request.deadline_s is not None else now_s + DEFAULT_DEADLINE_S
         return Run(replace(request, arrival_s=arrival_s, deadline_s=deadline_s), self._serve)
 
-    def refusal(self, num_requests: int) -> RejectedError | None:
-        """Why so many further requests would be refused now, whatever they are; None when they may come."""
-        return self._queue.refusal(num_requests)
+    def refusal(self, num_requests: int, priority: int) -> RejectedError | None:
+        """Why so many further requests of this priority would be refused now, whatever they are; None when they may come."""
+        return self._queue.refusal(num_requests, priority)
 
     @property
     def decided(self) -> Mapping[tuple[Verdict, str], int]:
@@ -149,6 +149,7 @@ class Coordinator:
                 self.retries[type(error).__name__] += 1
                 log.info("request %s, attempt %d on %s: %s", request.request_id, run.attempts, reservation.route, error.message)
             finally:
+                reservation.is_whole |= run.phase is Phase.FINISHED  # its owner found a stop string: that was its end
                 reservation.close()
             request = replace(request, prior_output=tuple(sent))
             run.phase = Phase.QUEUED

@@ -49,10 +49,10 @@ class CoordinatorQueue:
         key = dispatcher.submit(request, now_s, avoid, attempt)
         granted: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
         self._waiting[key] = granted
-        self._decide()
-        if not granted.done() and (self._watcher is None or self._watcher.done()):
-            self._watcher = asyncio.create_task(self._watch())
         try:
+            self._decide()
+            if not granted.done() and (self._watcher is None or self._watcher.done()):
+                self._watcher = asyncio.create_task(self._watch())
             return await granted
         except BaseException:
             dispatcher.withdraw(key)
@@ -62,9 +62,9 @@ class CoordinatorQueue:
         finally:
             self._waiting.pop(key, None)
 
-    def refusal(self, num_requests: int) -> RejectedError | None:
-        """Why so many further requests would be refused now, whatever they are; None when they may come."""
-        found = self._pool.dispatcher.full(num_requests, time.monotonic())
+    def refusal(self, num_requests: int, priority: int) -> RejectedError | None:
+        """Why so many further requests of this priority would be refused now, whatever they are; None when they may come."""
+        found = self._pool.dispatcher.full(num_requests, time.monotonic(), priority)
         return None if found is None else RejectedError(f"rejected: {found[0]}", retry_after_s=found[1])
 
     async def _watch(self) -> None:

@@ -186,6 +186,7 @@ WRONG: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({}, {"slo_class": 5}, "slo_class"),
     ({"x-priority": "first"}, {}, "x-priority"),
     ({"x-priority": "5000"}, {}, "x-priority"),
+    ({}, {"priority": 1 << 40}, "priority"),
     ({"x-request-timeout-s": "-1"}, {}, "x-request-timeout-s"),
     ({"x-request-timeout-s": "nan"}, {}, "x-request-timeout-s"),
 ]

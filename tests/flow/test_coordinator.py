@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import aclosing
 
 import pytest
 
@@ -29,6 +30,23 @@ async def test_colocated_takes_the_same_path() -> None:
         answers = await asyncio.gather(*(c.ask_right(c.request(40 + i, 6)) for i in range(20)))
         assert {a.run.route.prefill for a in answers if a.run.route} == {"colocated-0", "colocated-1"}
         assert all(a.run.route and a.run.route.is_colocated for a in answers)
+
+
+async def test_answers_that_a_stop_string_ends_teach_how_long_answers_are() -> None:
+    """The front door finds it, says that the run is finished, and leaves."""
+    async with cluster() as c:
+        expected = []
+        for _ in range(20):
+            run = c.coordinator.submit(c.request(32, 400))
+            async with aclosing(run.chunks()) as chunks:
+                async for _ in chunks:
+                    run.end(Phase.FINISHED)
+                    break
+            assert run.prediction is not None
+            expected.append(run.prediction.output_tokens)
+        await c.settle()
+    assert expected[0] == 400
+    assert expected[-1] < 200
 
 
 async def test_first_token_does_not_wait_for_the_kv() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from disagg.policy.step_cost import StepCost
 from disagg.types import Mode, Role
-from tests.policy_rig import CHAT, COST, Rig
+from tests.policy_rig import CHAT, COST, STATE, Rig
 
 
 def test_what_cannot_meet_its_class_is_refused_with_numbers() -> None:
@@ -68,6 +71,42 @@ def test_high_priority_is_not_refused_because_of_lower_ones() -> None:
     rig.decide()
     key = rig.submit(300, 50, "high", priority=5)
     assert key not in rig.decide()[1]
+
+
+def test_high_priority_that_is_late_is_not_refused_before_lower_ones_that_are_not() -> None:
+    rig = Rig(classes=(CHAT.model_copy(update={"if_missed": "best_effort"}),), max_queued_requests=2)
+    rig.grant(700, 50, "chat")
+    late = rig.submit(900, 50, "chat", priority=5)
+    assert rig.decide() == ({}, {})
+    low, lowest = rig.submit(50, 50, "chat"), rig.submit(50, 50, "chat", priority=-1)
+    assert set(rig.decide()[1]) == {lowest}
+    assert rig.submit(50, 50, "chat", priority=5)
+    assert set(rig.decide()[1]) == {low}
+    rig.submit(50, 50, "chat", priority=6)
+    assert set(rig.decide()[1]) == {late}, "now it is the last of the lowest"
+
+
+def test_a_queue_that_is_full_of_lower_ones_is_not_full() -> None:
+    rig = Rig(max_queued_requests=2)
+    rig.grant(5000)
+    for _ in range(2):
+        rig.submit(10, priority=-1)
+    rig.decide()
+    full = rig.dispatcher.full
+    assert full(1, rig.now_s, priority=0) is None
+    assert full(1, rig.now_s, priority=-1) is not None
+    assert full(3, rig.now_s, priority=0) is not None, "more than it holds"
+
+
+def test_steps_that_take_no_time_are_reckoned_with() -> None:
+    """As of simulated engines of speed 0: where all KV is taken, a place comes free at once."""
+    nothing = StepCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    rig = Rig(cost=nothing, state=replace(STATE, total_kv_tokens=1000, free_kv_tokens=1000))
+    running = rig.decoding(rig.grant(400, 300, "chat"))
+    waiting = {rig.submit(400, 300, "chat") for _ in range(2)}
+    assert rig.decide() == ({}, {})
+    rig.end(running.key)
+    assert waiting & set(rig.decide()[0])
 
 
 def test_retries_are_not_refused_for_load() -> None:

@@ -124,6 +124,63 @@ def test_what_fits_no_worker_is_invalid(prompt: int, max_tokens: int, field: str
     assert "at most" in refusal.value.expected
 
 
+@pytest.mark.parametrize("mode", [Mode.DISAGG, Mode.COLOCATED, Mode.ADAPTIVE])
+def test_of_unlike_workers_only_those_that_can_hold_it_are_asked(mode: Mode) -> None:
+    """The smaller one is idle, and the first in turn."""
+    small = replace(STATE, total_kv_tokens=10_000, free_kv_tokens=10_000)
+    answers = Role.COLOCATED if mode is Mode.COLOCATED else Role.DECODE
+    rig = Rig(mode, prefill=0, decode=0)
+    rig.join("p", Role.COLOCATED if mode is Mode.COLOCATED else Role.PREFILL, small if mode is Mode.ADAPTIVE else STATE)
+    rig.join("small", answers, small)
+    rig.join("large", answers)
+    for prompt, max_tokens in ((12_000, 10), (8_000, 2_500), (8_000, 1_000)):
+        grant = rig.decoding(rig.grant(prompt, max_tokens))
+        rig.end(grant.key)
+        rig.now_s += 1.0
+        if prompt + max_tokens > 10_000:
+            assert grant.route.decode == ("p" if mode is Mode.COLOCATED and grant.route.decode == "p" else "large")
+        if prompt > 10_000 and mode is Mode.ADAPTIVE:
+            assert grant.route.prefill == "large"
+
+
+def test_a_prompt_that_fits_no_prefill_worker_is_invalid() -> None:
+    rig = Rig(prefill=0)
+    rig.join("p", Role.PREFILL, replace(STATE, total_kv_tokens=10_000, free_kv_tokens=10_000))
+    rig.submit(10_000, 500)
+    with pytest.raises(InvalidRequestError, match="at most 10000 tokens"):
+        rig.submit(10_001, 500)
+
+
+def test_what_only_a_worker_that_left_could_hold_waits_for_it_and_then_is_refused() -> None:
+    small = replace(STATE, total_kv_tokens=10_000, free_kv_tokens=10_000)
+    rig = Rig(decode=1, worker_timeout_s=5.0)
+    rig.join("small", Role.DECODE, small)
+    running = rig.grant(5000)
+    first = rig.submit(12_000, 10)
+    rig.dispatcher.leave("d0", rig.now_s)
+    rig.end(running.key)
+    assert rig.decide() == ({}, {})
+    rig.join("d0", Role.DECODE)
+    assert first in rig.decide()[0], "it came back in time"
+    rig.end(first)
+    running = rig.grant(5000)
+    second = rig.submit(12_000, 10)
+    rig.dispatcher.leave("d0", rig.now_s)
+    rig.end(running.key)
+    rig.now_s += 5.0
+    refusal = rig.decide()[1][second]
+    assert refusal.no_worker
+    assert "no live worker could hold it" in refusal.reason
+    rig.dispatcher.assert_empty()
+
+
+def test_how_full_a_worker_is_follows_from_what_it_tells() -> None:
+    for seats, kv_tokens, expected in ((64, 100_000, 0.5), (0, 100_000, 0.5), (4, 100_000, 0.5), (4, 0, 0.25), (0, 0, 0.0)):
+        rig = Rig(state=replace(STATE, max_running_requests=seats, total_kv_tokens=kv_tokens, free_kv_tokens=kv_tokens))
+        rig.decoding(rig.grant(40_000, 10_000))
+        assert rig.dispatcher.workers["d0"].outline(rig.now_s).fullness == pytest.approx(expected), (seats, kv_tokens)
+
+
 def test_boxes_bound_what_moves_only() -> None:
     rig = Rig(state=replace(STATE, inbox_total_bytes=5000))
     with pytest.raises(InvalidRequestError, match="at most 50 tokens: the largest inbox"):
