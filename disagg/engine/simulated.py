@@ -250,7 +250,7 @@ class SimulatedEngine:
         """Check and queue `job`, and see that the loop runs. Raises InvalidRequestError, TransferError or EngineError."""
         if not self.is_alive:
             raise EngineError(f"engine {self.name} is dead")
-        check_request(self.settings, job.request, self._max_context)
+        check_request(self.settings, job.request, self._max_context, is_prefill=job.outbox is not None)
         if job.inbox is not None:
             self._check_entry(job.request, job.inbox)
         if self._scheduler.prefixes is not None:

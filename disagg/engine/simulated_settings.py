@@ -87,8 +87,8 @@ def simulated_model_info(settings: SimulatedSettings, name: str) -> ModelInfo:
     )
 
 
-def check_request(settings: SimulatedSettings, request: Request, max_context_tokens: int) -> None:
-    """Raises InvalidRequestError for what an engine with room for `max_context_tokens` cannot run."""
+def check_request(settings: SimulatedSettings, request: Request, max_context_tokens: int, *, is_prefill: bool = False) -> None:
+    """Raises InvalidRequestError for what an engine with room for `max_context_tokens` cannot run. `is_prefill`: it ends with one token."""
     context = (*request.prompt_token_ids, *request.prior_output)
     if not request.prompt_token_ids:
         raise InvalidRequestError(field="prompt", value=(), expected="at least one token")
@@ -104,9 +104,12 @@ def check_request(settings: SimulatedSettings, request: Request, max_context_tok
             raise InvalidRequestError(
                 f"{field}: a simulated engine has no logits to shape; expected no value", field=field, value=value, expected="no value"
             )
-    total = request.num_prompt_tokens + request.sampling.max_tokens
-    if total > max_context_tokens:
-        expected = f"at most {max_context_tokens} tokens of prompt and answer together"
+    if is_prefill and len(context) > max_context_tokens:
+        expected = f"at most {max_context_tokens} tokens, the KV cache of the engine"
+        raise InvalidRequestError(field="prompt", value=f"{len(context)} tokens", expected=expected)
+    total, most = request.num_prompt_tokens + request.sampling.max_tokens, settings.max_model_len if is_prefill else max_context_tokens
+    if total > most:
+        expected = f"at most {most} tokens of prompt and answer together"
         raise InvalidRequestError(
             field="max_tokens", value=f"{request.num_prompt_tokens} + {request.sampling.max_tokens}", expected=expected
         )

@@ -8,9 +8,10 @@ from contextlib import aclosing
 
 import pytest
 
+from disagg.config import parse_topology
 from disagg.errors import ConfigError, DeadlineError, InvalidRequestError, NoWorkerError, RejectedError
 from disagg.types import FinishReason, Phase, Role
-from tests.builders import cluster, with_sampling
+from tests.builders import cluster, sim_topology, with_sampling
 
 CARRIERS = ("shm", "tcp", "grpc", "torch_dist")
 
@@ -30,6 +31,15 @@ async def test_colocated_takes_the_same_path() -> None:
         answers = await asyncio.gather(*(c.ask_right(c.request(40 + i, 6)) for i in range(20)))
         assert {a.run.route.prefill for a in answers if a.run.route} == {"colocated-0", "colocated-1"}
         assert all(a.run.route and a.run.route.is_colocated for a in answers)
+
+
+async def test_a_prefill_worker_needs_room_for_the_prompt_only() -> None:
+    tree = sim_topology().model_dump(exclude_none=True)
+    tree["pools"]["prefill"]["simulated"] = {"kv_cache_tokens": 640}
+    async with cluster(parse_topology(tree)) as c:
+        assert (await c.ask_right(c.request(600, 300))).run.attempts == 1
+        with pytest.raises(InvalidRequestError, match="at most 640 tokens"):
+            await c.ask(c.request(641, 2))
 
 
 async def test_answers_that_a_stop_string_ends_teach_how_long_answers_are() -> None:
