@@ -7,7 +7,7 @@ targets and the KV cache; when they are all taken, a place comes free as often a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from disagg.policy.outline import Outline
 from disagg.policy.router import Ask
@@ -19,8 +19,7 @@ SPARE_BELOW = 0.9  # of a target: what decoding is held to when prompts run besi
 NEVER_S = 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
+class Outlook(NamedTuple):
     """`start_s`: until the prefill starts. `place_s`: the part of it that waits for room on the decode side."""
 
     start_s: float

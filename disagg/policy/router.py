@@ -294,6 +294,8 @@ class Router:
         if best == 1:
             return [chosen]
         found.sort(key=_cost)
+        if found[0] is chosen:  # so it is mostly
+            return found[:best]
         return [chosen, *[pair for pair in found if pair is not chosen][: best - 1]]
 
     def _colocated(
@@ -320,12 +322,14 @@ class Router:
         pairs = []
         near_s = self.hand_over.seconds(ask.box_bytes)
         for second in sinks:
+            sink, host_id = second.worker, second.worker.host_id
             here, there = self._arriving(ask, second, near_s), None
             for first in sources:
-                if first.worker is second.worker:
+                source = first.worker
+                if source is sink:
                     continue
                 cost, transfer_s = here
-                if first.worker.host_id != second.worker.host_id:
+                if source.host_id != host_id:
                     there = there or self._arriving(ask, second, near_s + ask.box_bytes / CROSS_HOST_BYTES_PER_S)
                     cost, transfer_s = there
                 pairs.append(Pair(first, second, first.cost + cost, transfer_s))

@@ -50,7 +50,7 @@ class CoordinatorQueue:
         granted: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
         self._waiting[key] = granted
         try:
-            self._decide()
+            self._decide(now_s)
             if not granted.done() and (self._watcher is None or self._watcher.done()):
                 self._watcher = asyncio.create_task(self._watch())
             return await granted
@@ -71,14 +71,17 @@ class CoordinatorQueue:
         """Runs only while somebody waits."""
         while self._waiting:
             changed = self._pool.changes.next()
-            wake_at_s = self._decide()
+            now_s = time.monotonic()
+            self._pool.sync(now_s)
+            wake_at_s = self._decide(now_s)
             if self._waiting:
                 await _wait_event(changed, wake_at_s)
 
-    def _decide(self) -> float | None:
-        """Have the dispatcher decide, and tell those concerned. Returns the instant at which to decide again at the latest."""
-        now_s = time.monotonic()
-        self._pool.sync(now_s)
+    def _decide(self, now_s: float) -> float | None:
+        """Have the dispatcher, who is in sync with the pool, decide, and tell those concerned.
+
+        Returns the instant at which to decide again at the latest.
+        """
         decisions = self._pool.dispatcher.decide(now_s)
         for grant in decisions.grants:
             self._log.add(grant.record)

@@ -127,6 +127,8 @@ class RemoteWorker:
 
     def take_reports(self) -> list[EngineState]:
         """The states that came since the last call, oldest first; of too many only the latest."""
+        if not self._reports:  # so it is nearly always: a gateway asks all its workers for each request
+            return []
         reports = list(self._reports)
         self._reports.clear()
         return reports
