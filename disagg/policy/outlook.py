@@ -99,7 +99,7 @@ def _levels(standing: Standing, typical: StepCost) -> list[tuple[float, float]]:
     """When workers are free, the first one first, and how quick each is with prompts from then on."""
     if standing.levels is None:
         rates = []
-        for w, o in zip(standing.sources, standing.looks(standing.sources), strict=True):
+        for w, o in zip(standing.sources, standing.all_looks(standing.sources), strict=True):
             known = w.prompt_rate  # as prompt_rate() does, without a call for each
             is_valid = known is not None and known[0] is o and known[1] is typical
             rates.append(known[2] if is_valid else prompt_rate(w, typical, o))

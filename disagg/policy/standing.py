@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from disagg.policy.outline import Outline
-from disagg.policy.worker_book import WorkerBook, looks
+from disagg.policy.worker_book import WorkerBook, all_looks, looks
 
 SHORTLIST = 8  # so many of the least busy, and of the least full, workers are weighed
 
@@ -17,7 +17,7 @@ class Standing:
     SHORTLIST are all looked at; of more, a sketch of each says at whom to look.
     """
 
-    __slots__ = ("_are_few", "_by_busy", "_by_full", "_waits_s", "levels", "now_s", "sinks", "sources")
+    __slots__ = ("_are_few", "_by_busy", "_by_full", "levels", "now_s", "sinks", "sources")
 
     def __init__(self, sources: Sequence[WorkerBook], sinks: Sequence[WorkerBook], now_s: float) -> None:
         self.sources = sources
@@ -25,7 +25,6 @@ class Standing:
         self.now_s = now_s
         self._are_few = max(len(sources), len(sinks)) <= SHORTLIST
         self.levels: list[tuple[float, float]] | None = None  # kept by policy/outlook.py
-        self._waits_s: list[float] | None = None
         self._by_busy: list[WorkerBook] | None = None
         self._by_full: list[WorkerBook] | None = None
 
@@ -37,6 +36,10 @@ class Standing:
         """`look` at each, when it is its turn."""
         return looks(books, self.now_s, in_detail=self._are_few)
 
+    def all_looks(self, books: Sequence[WorkerBook]) -> list[Outline]:
+        """`look` at each, now."""
+        return all_looks(books, self.now_s, in_detail=self._are_few)
+
     def wait_s(self, w: WorkerBook) -> float:
         """Until a further prompt would start on it."""
         if w.prefilling:
@@ -45,13 +48,8 @@ class Standing:
 
     def waits_s(self) -> list[float]:
         """`wait_s` of each source."""
-        if self._waits_s is not None:
-            return self._waits_s
         now_s = self.now_s
-        found = [abs(w.busy_until_s - now_s) if w.prefilling else self.wait_s(w) for w in self.sources]
-        if all([w.prefilling for w in self.sources]):  # else it hangs on looks, which may be newer the next time
-            self._waits_s = found
-        return found
+        return [abs(w.busy_until_s - now_s) if w.prefilling else self.wait_s(w) for w in self.sources]
 
     def least_busy(self, extra_s: Mapping[str, float], count: int) -> list[WorkerBook]:
         """The `count` sources that could start a prompt soonest and disturb least. `extra_s`: seconds meant for some already."""
@@ -73,7 +71,7 @@ class Standing:
     def least_full(self) -> Iterator[WorkerBook]:
         """Sinks, those first whose requests get their tokens quickest."""
         if self._by_full is None:
-            self._by_full = _sorted_by(self.sinks, [o.gap_s for o in self.looks(self.sinks)])
+            self._by_full = _sorted_by(self.sinks, [o.gap_s for o in self.all_looks(self.sinks)])
         return iter(self._by_full)
 
 

@@ -48,12 +48,15 @@ class StepCost:
         """Seconds to compute `tokens` prompt tokens after `cached` ones, in steps of `chunk` prompt tokens beside a decoding batch."""
         if tokens <= 0:
             return 0.0
-        whole, rest = divmod(tokens, chunk)
-        steps = whole + (rest > 0)
         beside = decodes - self.ridge_tokens
-        over = whole * (chunk + beside) if chunk + beside > 0 else 0.0
-        if rest and rest + beside > 0:
-            over += rest + beside
+        if tokens <= chunk:
+            steps, over = 1.0, max(0.0, tokens + beside)
+        else:
+            whole, rest = divmod(tokens, chunk)
+            steps = whole + (rest > 0)
+            over = whole * (chunk + beside) if chunk + beside > 0 else 0.0
+            if rest and rest + beside > 0:
+                over += rest + beside
         return (
             steps * (self.base_s + self.decode_s * decodes + self.context_s * context_tokens)
             + self.over_s * over

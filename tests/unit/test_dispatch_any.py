@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -45,71 +47,88 @@ def any_steps(rng: random.Random, first: int) -> tuple[StepRecord, ...]:
     return tuple(steps)
 
 
-@pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize("seed", range(4))
-def test_it_decides_whatever_comes(mode: Mode, seed: int) -> None:
-    rng = random.Random(seed)
-    cost = (COST, NOTHING, GENERIC, COST)[seed]
-    rig = Rig(mode, rng.randrange(3), rng.randrange(1, 3), CLASSES, cost, worker_timeout_s=3.0, max_queued_requests=6, by_slo=seed != 3)
-    d, live, ended, step = rig.dispatcher, set(), 0, 0
-    roles = [Role.COLOCATED] if mode is Mode.COLOCATED else [Role.PREFILL, Role.DECODE]
-    waiting: set[int] = set()
-    for _ in range(500):
-        rig.now_s += rng.choice([0.0, 1e-4, 0.02, 0.02, 0.5, 40.0])
-        match rng.randrange(8):
-            case 0 | 1 | 2:
-                prompt, most = rng.choice([1, 30, 800, 4_000]), rng.choice([1, 2, 300, 3_000])
-                fields = {
-                    "ignore_eos": rng.random() < 0.5,
-                    "priority": rng.choice([-(10**6), 0, 10**6]),
-                    "attempt": rng.randrange(2),
-                    "deadline_s": rng.choice([None, rig.now_s - 1.0, rig.now_s + 60.0]),
-                    "arrival_s": rig.now_s + rng.choice([0.0, -50.0, 50.0]),
-                }
-                try:
-                    waiting.add(rig.submit(prompt, most, rng.choice(["free", "chat", "batch", "ttft", "tpot", "unheard of"]), **fields))
-                except InvalidRequestError as error:
-                    assert error.expected
-            case 3:
-                rig.join(rng.choice("abc"), rng.choice(roles), any_state(rng))
-            case 4:
-                d.leave(rng.choice(["a", "b", "c", "p0", "d0"]), rig.now_s)
-            case 5:
+class Anything:
+    """A dispatcher to which anything happens."""
+
+    def __init__(self, mode: Mode, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        prefill, decode, cost = rng.randrange(3), rng.randrange(1, 3), (COST, NOTHING, GENERIC, COST)[seed]
+        self.rig = Rig(mode, prefill, decode, CLASSES, cost, worker_timeout_s=3.0, max_queued_requests=6, by_slo=seed != 3)
+        self.roles = [Role.COLOCATED] if mode is Mode.COLOCATED else [Role.PREFILL, Role.DECODE]
+        self.waiting: set[int] = set()
+        self.live: set[int] = set()
+        self._steps = 0
+
+    def request(self) -> None:
+        rng, now_s = self.rng, self.rig.now_s
+        fields: dict[str, Any] = {
+            "ignore_eos": rng.random() < 0.5,
+            "priority": rng.choice([-(10**6), 0, 10**6]),
+            "attempt": rng.randrange(2),
+            "deadline_s": rng.choice([None, now_s - 1.0, now_s + 60.0]),
+            "arrival_s": now_s + rng.choice([0.0, -50.0, 50.0]),
+        }
+        name = rng.choice(["free", "chat", "batch", "ttft", "tpot", "unheard of"])
+        with contextlib.suppress(InvalidRequestError):
+            self.waiting.add(self.rig.submit(rng.choice([1, 30, 800, 4_000]), rng.choice([1, 2, 300, 3_000]), name, **fields))
+
+    def worker(self) -> None:
+        rng, d = self.rng, self.rig.dispatcher
+        match rng.randrange(3):
+            case 0:
+                self.rig.join(rng.choice("abc"), rng.choice(self.roles), any_state(rng))
+            case 1:
+                d.leave(rng.choice(["a", "b", "c", "p0", "d0"]), self.rig.now_s)
+            case _:
                 for name in list(d.workers):
-                    d.report(name, replace(any_state(rng), steps=any_steps(rng, step)), rig.now_s)
-                step += 4
-            case _ if live:
-                key = rng.choice(sorted(live))
-                for event in rng.choice([("first_token",), ("first_token", "decoding"), ("arrived",), ("decoding", "progress")]):
-                    if event == "progress":
-                        d.progress(key, rng.choice([1, 40, 3_000]), rig.now_s)
-                    else:
-                        getattr(d, event)(key, rig.now_s)
-                if rng.random() < 0.6:
-                    rig.end(key, is_whole=rng.random() < 0.5)
-                    live.discard(key)
-        decisions = d.decide(rig.now_s)
-        assert decisions.wake_at_s is None or decisions.wake_at_s <= rig.now_s + 60.0
+                    d.report(name, replace(any_state(rng), steps=any_steps(rng, self._steps)), self.rig.now_s)
+                self._steps += 4
+
+    def answer(self) -> None:
+        rng, d, now_s = self.rng, self.rig.dispatcher, self.rig.now_s
+        if not self.live:
+            return
+        key = rng.choice(sorted(self.live))
+        for event in rng.choice([("first_token",), ("first_token", "decoding"), ("arrived",), ("decoding", "progress")]):
+            if event == "progress":
+                d.progress(key, rng.choice([1, 40, 3_000]), now_s)
+            else:
+                getattr(d, event)(key, now_s)
+        if rng.random() < 0.6:
+            self.rig.end(key, is_whole=rng.random() < 0.5)
+            self.live.discard(key)
+
+    def decide(self) -> None:
+        d, now_s = self.rig.dispatcher, self.rig.now_s
+        decisions = d.decide(now_s)
+        assert decisions.wake_at_s is None or decisions.wake_at_s <= now_s + 60.0
         for grant in decisions.grants:
-            waiting.remove(grant.key)
-            live.add(grant.key)
+            self.waiting.remove(grant.key)
+            self.live.add(grant.key)
             assert {grant.route.prefill, grant.route.decode} <= set(d.workers)
             assert all(number >= 0.0 for number in grant.prediction)
         for refusal in decisions.refusals:
-            waiting.remove(refusal.key)
-            ended += 1
+            self.waiting.remove(refusal.key)
             assert 0.5 <= refusal.retry_after_s <= 60.0
             assert refusal.reason
-        for book in d.workers.values():
+
+    def end(self) -> None:
+        for key in self.live:
+            self.rig.end(key)
+        for key in self.waiting:
+            self.rig.dispatcher.withdraw(key)
+        self.rig.dispatcher.assert_empty()
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("seed", range(4))
+def test_it_decides_whatever_comes(mode: Mode, seed: int) -> None:
+    it = Anything(mode, seed)
+    for _ in range(400):
+        it.rig.now_s += it.rng.choice([0.0, 1e-4, 0.02, 0.02, 0.5, 40.0])
+        it.rng.choice([it.request, it.worker, it.answer])()
+        it.decide()
+        for book in it.rig.dispatcher.workers.values():
             cost = book.fit.cost
             assert min(cost.base_s, cost.over_s, cost.token_s, cost.pair_s, cost.decode_s, cost.context_s) >= 0.0
-    for key in live:
-        rig.end(key)
-    rig.now_s += 1e6
-    for _ in range(20):
-        for key in rig.decide()[0]:
-            rig.end(key)
-        rig.now_s += 10.0
-    for key in waiting:
-        d.withdraw(key)
-    d.assert_empty()
+    it.end()
