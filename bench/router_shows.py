@@ -184,7 +184,7 @@ def shares_of(name: str, mode: str, factor: float, requests: Sequence[TraceReque
 def prefix(mode: str, traces: Path, count: int, factor: float) -> None:
     """Prompt tokens that the workers' caches save, against one cache as large as theirs together; and how evenly prompts are spread."""
     trace = read_trace(traces / "mooncake_conversation/conversation_trace.jsonl.gz")
-    window_s = trace.requests[count].arrival_s
+    window_s = trace.requests[min(count, len(trace.requests) - 1)].arrival_s
     sent = scale(trace, Scaling(window_s=window_s, max_total_tokens=65_000, over="drop", rate_factor=factor))
     longest = max(r.output_tokens for r in sent.requests)
     settings = SimSettings(max_tokens=longest, keep_tokens=False, timeout_s=1800.0, prefix_block_tokens=sent.prefix_block_tokens)
@@ -199,7 +199,8 @@ def prefix(mode: str, traces: Path, count: int, factor: float) -> None:
         f"  {len(sent.requests)} prompts of {tokens} tokens at {factor:g} x the trace's rate: {saved} saved ({saved / tokens:.1%}), ",
         end="",
     )
-    print(f"{saved / could:.2f} of one cache of {room} tokens; busiest worker {max(busy) / (sum(busy) / len(busy)):.2f} x the mean")
+    share = f"{saved / could:.2f} of one cache" if could else "as much as one cache"
+    print(f"{share} of {room} tokens; busiest worker {max(busy) / (sum(busy) / len(busy)):.2f} x the mean")
 
 
 def one_cache(requests: Sequence[TraceRequest], unit: int, room_tokens: int) -> int:

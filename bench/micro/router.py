@@ -35,6 +35,10 @@ def main() -> None:
     parser.add_argument("--gateways", type=int, default=1, help="gateways over the same workers, each a process of its own")
     parser.add_argument("--client-processes", type=int, default=2, help="processes that the clients are spread over")
     given = parser.parse_args()
+    if given.gateways < 1 or given.client_processes not in (1, 2, 4, 8, 16, 32):
+        parser.error(f"--gateways: at least 1; --client-processes: a number that divides {CLIENTS}")
+    if given.requests < 5 * given.client_processes:
+        parser.error("--requests: at least 5 for each client process")
     alone = {"decision_us_p50": decision_us(), "routes_per_s": routes_per_s()}
     paced, flat_out = asyncio.run(both(given.requests, given.gateways, given.client_processes))
     streamed = {"gateway_tokens_per_s": flat_out.requests_per_s * OUTPUT_TOKENS, "clients": CLIENTS}

@@ -98,11 +98,10 @@ def _soonest_s(standing: Standing, typical: StepCost) -> float:
 def _levels(standing: Standing, typical: StepCost) -> list[tuple[float, float]]:
     """When workers are free, the first one first, and how quick each is with prompts from then on."""
     if standing.levels is None:
-        rates = []
-        for w, o in zip(standing.sources, standing.all_looks(standing.sources), strict=True):
-            known = w.prompt_rate  # as prompt_rate() does, without a call for each
-            is_valid = known is not None and known[0] is o and known[1] is typical
-            rates.append(known[2] if is_valid else prompt_rate(w, typical, o))
+        rates = [  # as prompt_rate() does, without a call for each
+            k[2] if (k := w.prompt_rate) is not None and k[0] is o and k[1] is typical else prompt_rate(w, typical, o)
+            for w, o in zip(standing.sources, standing.all_looks(standing.sources), strict=True)
+        ]
         standing.levels = sorted(zip(standing.waits_s(), rates, strict=True))
     return standing.levels
 
@@ -124,6 +123,8 @@ def _place_s(ask: Ask, standing: Standing, ahead: int) -> float:
 
 def _places(ask: Ask, w: WorkerBook, o: Outline) -> float:
     """How many further requests like this one can decode on `w`, by KV room and by its target."""
+    if ask.whole_tokens > w.state.total_kv_tokens > 0:
+        return 0.0
     by_room = max(0, o.free_kv_tokens) // max(1, ask.kv_tokens)
     if w.accounts.kv_tokens == 0:
         by_room = max(1, by_room)

@@ -262,7 +262,6 @@ class Router:
     """Weighs pairs. `hand_over`: what was learned of the KV's way on one host."""
 
     def __init__(self, mode: Mode) -> None:
-        self.mode = mode
         self.hand_over = HandOver()
         self._pairs_apart, self._pairs_alone = mode is not Mode.COLOCATED, mode is not Mode.DISAGG
 

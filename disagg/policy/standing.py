@@ -17,7 +17,7 @@ class Standing:
     SHORTLIST are all looked at; of more, a sketch of each says at whom to look.
     """
 
-    __slots__ = ("_are_few", "_by_busy", "_by_full", "levels", "now_s", "sinks", "sources")
+    __slots__ = ("_are_few", "_by_busy", "_by_full", "_waits_s", "levels", "now_s", "sinks", "sources")
 
     def __init__(self, sources: Sequence[WorkerBook], sinks: Sequence[WorkerBook], now_s: float) -> None:
         self.sources = sources
@@ -25,6 +25,7 @@ class Standing:
         self.now_s = now_s
         self._are_few = max(len(sources), len(sinks)) <= SHORTLIST
         self.levels: list[tuple[float, float]] | None = None  # kept by policy/outlook.py
+        self._waits_s: list[float] | None = None
         self._by_busy: list[WorkerBook] | None = None
         self._by_full: list[WorkerBook] | None = None
 
@@ -48,8 +49,15 @@ class Standing:
 
     def waits_s(self) -> list[float]:
         """`wait_s` of each source."""
+        if self._waits_s is not None:
+            return self._waits_s
         now_s = self.now_s
-        return [abs(w.busy_until_s - now_s) if w.prefilling else self.wait_s(w) for w in self.sources]
+        found = [abs(w.busy_until_s - now_s) if w.prefilling else -1.0 for w in self.sources]
+        if -1.0 not in found:
+            self._waits_s = found
+            return found
+        # Not kept: these hang on looks, which may be newer the next time.
+        return [wait_s if wait_s >= 0.0 else self.wait_s(w) for w, wait_s in zip(self.sources, found, strict=True)]
 
     def least_busy(self, extra_s: Mapping[str, float], count: int) -> list[WorkerBook]:
         """The `count` sources that could start a prompt soonest and disturb least. `extra_s`: seconds meant for some already."""

@@ -59,6 +59,10 @@ def late_regret(tpot_s: float, delay_s: float, spread: Spread, target_s: float) 
     The mean length would hide it: among answers of some hundred tokens, a second is lost on those that have ten.
     """
     delayed = 0.0
+    if (tpot_s + delay_s / spread[0][0]) / target_s <= KNEE:  # the shortest answer's, so all are on the gentle part
+        for tokens, likely in spread:
+            delayed += likely * (EASE * ((tpot_s + delay_s / tokens) / target_s))
+        return delayed - regret(tpot_s / target_s)
     for tokens, likely in spread:  # regret() written out: this is where a decision spends its time
         share = (tpot_s + delay_s / tokens) / target_s
         bad = EASE * share

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from disagg.policy.outputs import OutputLengths
+from disagg.policy.step_cost import StepCost
 from disagg.policy.targets import late_regret, regret
 from disagg.types import Request, Sampling
 
@@ -91,6 +93,23 @@ def test_a_delay_costs_what_the_short_answers_lose() -> None:
     assert 0.05 * missed < late_regret(0.05, 1.0, spread, 0.1) < 0.3 * missed
     assert late_regret(0.05, 1.0, ((400.0, 1.0),), 0.1) < 0.002 * missed
     assert late_regret(0.05, 0.0, spread, 0.1) == pytest.approx(0.0)
+
+
+def test_what_is_written_out_for_speed_is_what_it_stands_for() -> None:
+    rng = random.Random(1)
+    for _ in range(2000):
+        lengths = sorted(rng.choice([1.0, rng.uniform(1, 2000)]) for _ in range(rng.randrange(1, 7)))
+        spread = tuple((tokens, 1.0 / len(lengths)) for tokens in lengths)
+        tpot_s, delay_s, target_s = rng.uniform(0, 0.2), rng.choice([0.0, rng.uniform(0, 3)]), rng.uniform(0.02, 2.0)
+        plain = sum(share * regret((tpot_s + delay_s / tokens) / target_s) for tokens, share in spread) - regret(tpot_s / target_s)
+        assert late_regret(tpot_s, delay_s, spread, target_s) == pytest.approx(plain, abs=1e-9)
+        cost = StepCost(*(rng.random() for _ in range(6)), ridge_tokens=rng.choice([0.0, 64.5]))
+        tokens, cached, chunk, decodes = rng.randrange(1, 3000), rng.randrange(500), rng.randrange(1, 1000), rng.randrange(90)
+        starts = range(0, tokens, chunk)
+        sizes = [min(chunk, tokens - start) for start in starts]
+        pairs = [size * (cached + start + (size + 1) / 2) for size, start in zip(sizes, starts, strict=True)]
+        steps = sum(cost.step_s(size, pair, decodes, 7.0) for size, pair in zip(sizes, pairs, strict=True))
+        assert cost.prefill_s(tokens, cached, chunk, decodes, 7.0) == pytest.approx(steps)
 
 
 def test_a_few_long_prompts_with_short_answers_keep_room_for_those_answers() -> None:
