@@ -317,7 +317,7 @@ class _PullSink:
             return True
         match header:
             case Waiting():
-                pass
+                landing.check()
             case Failed():
                 raise_failed(header)
             case Opened():

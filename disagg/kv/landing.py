@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Executor
 
 from disagg.errors import LayoutMismatchError, TransferCorruptError, TransferFencedError
-from disagg.kv.copy import copy_and_digest, digest
 from disagg.kv.counters import InboxCounters
 from disagg.kv.form import check_entry
 from disagg.kv.frames import Coverage, End, Frame, Opened
 from disagg.kv.layout import KvLayout
+from disagg.kv.verify import Payload, Verifier
 from disagg.types import Transfer
-
-_INLINE_BYTES = 128 << 10  # below this a copy takes less time than handing it to a thread
-_COPIES_AHEAD = 2  # frames of one pull whose copy may be under way while the next message is read
 
 
 class Landing:
@@ -31,7 +25,7 @@ class Landing:
         self._transfer = transfer
         self._cache_layout = layout
         self._counters = counters
-        self._copier = copier
+        self._verifier = Verifier(copier)
         self._layout: KvLayout | None = None  # of the entry, once the source has said it
         self._memory: memoryview | None = None
         self._first_block = 0
@@ -39,7 +33,7 @@ class Landing:
         self._num_claimed = 0  # frames that have their place
         self._num_frames = 0  # frames received
         self._rooms: dict[int, memoryview] = {}  # by `seq`: places given to the carrier, whose frames have not been received
-        self._copies: deque[tuple[Frame, asyncio.Future[int]]] = deque()  # under way in threads; gives the digest of what arrived
+        self._counted = (0, 0)  # frames and bytes that stand in the counters
 
     def open(self, header: Opened) -> KvLayout:
         """The entry's own geometry. Raises TransferFencedError and LayoutMismatchError where the source has something else."""
@@ -104,33 +98,27 @@ class Landing:
         if num_bytes != len(room):
             raise self.corrupt(f"frame {frame.seq} has {num_bytes} bytes, expected {len(room)}")
         self._num_frames += 1
-        if num_bytes <= _INLINE_BYTES:
-            await self._verify(keep=0)
-            self._check_digest(frame, digest(room) if is_there else copy_and_digest(room, payload))
-            return
-        task = (digest, room) if is_there else (copy_and_digest, room, payload)
-        self._copies.append((frame, asyncio.get_running_loop().run_in_executor(self._copier, *task)))
-        await self._verify(keep=_COPIES_AHEAD)
+        await self._verifier.add(Payload(frame, room, () if is_there else payload))
+        self.check()
 
-    async def _verify(self, keep: int) -> None:
-        """Wait until at most `keep` copies are under way."""
-        while len(self._copies) > keep:
-            frame, copy = self._copies[0]
-            arrived = await asyncio.shield(copy)
-            self._copies.popleft()
-            self._check_digest(frame, arrived)
+    def check(self) -> None:
+        """Raise TransferCorruptError when a frame has been found to fail its digest."""
+        self._count()
+        if self._verifier.corrupt is not None:
+            raise self.corrupt(f"frame {self._verifier.corrupt.seq} fails its checksum")
 
-    def _check_digest(self, frame: Frame, arrived: int) -> None:
-        if arrived != frame.digest:
-            raise self.corrupt(f"frame {frame.seq} fails its checksum")
-        self._counters.frames += 1
-        self._counters.bytes += frame.num_bytes
+    def _count(self) -> None:
+        frames, num_bytes = self._verifier.num_verified, self._verifier.verified_bytes
+        self._counters.frames += frames - self._counted[0]
+        self._counters.bytes += num_bytes - self._counted[1]
+        self._counted = (frames, num_bytes)
 
     async def end(self, header: End) -> None:
         """Returns when every block is there and verified."""
         if self._memory is None:
             raise self.corrupt("ended before Opened")
-        await self._verify(keep=0)
+        await self._verifier.settle()
+        self.check()
         is_whole = self._coverage.is_complete and self._num_claimed == self._num_frames == header.num_frames
         if header.transfer_id != self._transfer.transfer_id or not is_whole:
             got = f"{self._num_frames} frames, {self._coverage.num_blocks} of {self._coverage.total_blocks} blocks"
@@ -138,9 +126,8 @@ class Landing:
 
     async def leave(self) -> None:
         """Returns when no thread of this pull is in the entry's memory. A cancel does not cut it short."""
-        while under_way := [copy for _, copy in self._copies if not copy.done()]:
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait(under_way)
+        await self._verifier.leave()
+        self._count()
 
     def corrupt(self, why: str) -> TransferCorruptError:
         """The error that says why the pull cannot go on."""
