@@ -66,6 +66,26 @@ async def test_ten_thousand_strangers(kind: str) -> None:
         assert r.inbox.counters.completed > 2
 
 
+async def test_strangers_leave_descriptors_for_peers_where_few_are_allowed() -> None:
+    """They took all that a process may have, for as long as they were let: neither side of a pull could connect."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    strangers: list[socket.socket] = []
+    # Both ends of each stranger's connection count here: allowed are those that are ours, a quarter for theirs, and some for the transfer.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2 * (num_descriptors() + 150)), hard))
+    try:
+        async with rig("tcp") as r:
+            for _ in range(num_descriptors() + 130):
+                strangers.append(await stranger(r.address.endpoints[0][1], 0))
+                await asyncio.sleep(0.001)
+            written, read = await r.move(r.transfer(50))
+            assert read == written
+            assert r.outbox.counters.turned_away > 0
+            for each in strangers:
+                each.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 async def move_until_cancelled(r: Rig) -> None:
     while True:
         transfer = r.transfer(4 * LAYOUT.block_tokens)

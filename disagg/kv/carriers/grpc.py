@@ -21,7 +21,7 @@ import grpc.aio
 
 from disagg.errors import DisaggError, TransferCorruptError
 from disagg.kv.carriers.http2 import Http2Connection
-from disagg.kv.carriers.pulls import in_place, lost, not_listening, pull
+from disagg.kv.carriers.pulls import in_place, lost, not_listening, of_descriptors, pull
 from disagg.kv.carriers.stream import KeptConnections
 from disagg.kv.carriers.tcp import connected_socket
 from disagg.kv.frames import (
@@ -59,7 +59,6 @@ _OPTIONS = [
     ("grpc.http2.ping_timeout_ms", 5000),  # without the answer
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.so_reuseport", 0),  # a port in use must be an error
-    ("grpc.max_allowed_incoming_connections", _MAX_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 1000 * _HANDSHAKE_S),
     ("grpc.max_connection_idle_ms", 1000 * _IDLE_S),
 ]
@@ -92,7 +91,8 @@ class GrpcCarrier:
         async def pull(_: AsyncIterator[bytes], context: Any) -> None:
             await self._serve_pull(outbox, context)
 
-        server = grpc.aio.server(options=_OPTIONS)
+        bound = ("grpc.max_allowed_incoming_connections", of_descriptors(1 / 2, _MAX_CONNECTIONS))
+        server = grpc.aio.server(options=[*_OPTIONS, bound])
         handler: Any = grpc.stream_stream_rpc_method_handler(pull)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {_METHOD: handler}),))
         try:

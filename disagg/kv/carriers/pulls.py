@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import resource
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
@@ -24,9 +25,11 @@ from disagg.types import Transfer
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024  # pulls that may connect in one instant
-MAX_CONNECTIONS = 4096  # of peers; more are closed at once: each holds a descriptor and a task
+MAX_CONNECTIONS = 4096  # of peers, and at most half of the descriptors allowed; more are closed at once
 MOST_AT_ONCE = 64  # headers in one write
-MAX_STRANGERS = 1024  # connections that have not said yet what they want; then the oldest goes: a peer says it with its first bytes
+MAX_STRANGERS = (
+    1024  # connections that have not said yet what they want; then the oldest goes: a peer says it with its first bytes. At most a quarter
+)
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _DESCRIPTORS_AGAIN_S = 0.2
 
@@ -56,8 +59,8 @@ class Listener:
         self._outbox = outbox
         self._serve = serve
         self._silence_s = silence_s
-        self._max_connections = max_connections
-        self._max_strangers = max_strangers
+        self._max_connections = of_descriptors(1 / 2, max_connections)
+        self._max_strangers = of_descriptors(1 / 4, max_strangers)
         self._connections: set[asyncio.Task[None]] = set()
         self._strangers: dict[Connection, None] = {}  # oldest first
         self._acceptor = asyncio.ensure_future(self._accept())
@@ -122,16 +125,18 @@ async def serve_pull(
     connection: Connection,
     heartbeat_s: float = HEARTBEAT_S,
     send_payload: Callable[[Frame, Reader], Awaitable[None]] | None = None,
+    announce: Callable[[Frame, Reader], None] | None = None,
     leave: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Send until End or an error while listening for the Ack; raises EOFError when the peer leaves without one, or after an error.
 
-    `leave` returns when nothing reads from the outbox any more. After End there is no deadline but the peer's life: it may be waiting for
+    `send_payload` sends what follows a frame's header; `announce` is told of a frame before its header is sent. `leave` returns when
+    nothing reads from the outbox any more. After End there is no deadline but the peer's life: it may be waiting for
     inbox room, and its death closes the connection.
     """
     with outbox.reader(request) as reader:
         try:
-            sent_all = await _send(reader, connection, heartbeat_s, send_payload)
+            sent_all = await _send(reader, connection, heartbeat_s, send_payload, announce)
             answer = await connection.receive(timeout_s=None if sent_all else connection.silence_s)
             if not isinstance(answer, Ack):
                 raise TransferCorruptError(f"unexpected {type(answer).__name__} in a pull")
@@ -142,7 +147,11 @@ async def serve_pull(
 
 
 async def _send(
-    reader: Reader, connection: Connection, heartbeat_s: float, send_payload: Callable[[Frame, Reader], Awaitable[None]] | None
+    reader: Reader,
+    connection: Connection,
+    heartbeat_s: float,
+    send_payload: Callable[[Frame, Reader], Awaitable[None]] | None,
+    announce: Callable[[Frame, Reader], None] | None,
 ) -> bool:
     """Send everything from Opened to End, or until the peer says something or closes; False when an error was sent instead."""
     heard = False
@@ -165,6 +174,10 @@ async def _send(
                     connection.unwatch()
                 if heard:
                     return True
+            if announce is not None:
+                for header in headers:
+                    if isinstance(header, Frame):
+                        announce(header, reader)
             await connection.send(*headers)
             if isinstance(headers[-1], Frame) and send_payload is not None:
                 await send_payload(headers[-1], reader)
@@ -228,6 +241,12 @@ async def pull(connection: Heard, transfer: Transfer, sink: Sink, payload: Paylo
         raise lost(transfer, "the connection closed") from None
     except OSError as error:
         raise lost(transfer, error.strerror or str(error)) from error
+
+
+def of_descriptors(share: float, most: int) -> int:
+    """That share of the file descriptors that this process may have, at most `most`: the rest is for what else it does."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if allowed == resource.RLIM_INFINITY else min(most, int(allowed * share))
 
 
 def lost(transfer: Transfer, why: str) -> TransferError:

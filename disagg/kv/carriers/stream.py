@@ -52,19 +52,29 @@ class Connection:
 
         Raises TransferCorruptError on anything that is not one.
         """
+        while (header := self.receive_now()) is None:
+            await self._readable(self.silence_s if self._ahead or timeout_s == -1.0 else timeout_s)
+        return header
+
+    def receive_now(self) -> Header | None:
+        """The next header if it is here already, while nobody receives. Raises as `receive`."""
         ahead = self._ahead
-        if not ahead:
-            await self._read_ahead(self.silence_s if timeout_s == -1.0 else timeout_s)
-        while len(ahead) < _LENGTH.size:
-            await self._read_ahead(self.silence_s)
-        end = _LENGTH.size + _LENGTH.unpack_from(ahead)[0]
-        if end - _LENGTH.size > MAX_HEADER_BYTES:
-            raise TransferCorruptError(f"a header of {end - _LENGTH.size} bytes")
-        while len(ahead) < end:
-            await self._read_ahead(self.silence_s)
-        data = bytes(ahead[_LENGTH.size : end])
-        del ahead[:end]
-        return unpack(data)
+        while True:
+            if len(ahead) >= _LENGTH.size:
+                end = _LENGTH.size + _LENGTH.unpack_from(ahead)[0]
+                if end - _LENGTH.size > MAX_HEADER_BYTES:
+                    raise TransferCorruptError(f"a header of {end - _LENGTH.size} bytes")
+                if len(ahead) >= end:
+                    data = bytes(ahead[_LENGTH.size : end])
+                    del ahead[:end]
+                    return unpack(data)
+            try:
+                more = self.sock.recv(_AHEAD_BYTES)  # headers are short, and often come several at a time
+            except BlockingIOError:
+                return None
+            if not more:
+                raise EOFError("the connection closed")
+            ahead += more
 
     async def receive_into(self, room: memoryview) -> None:
         """A payload, to its place. When this returns or raises, also by a cancel, nothing writes there any more."""
@@ -131,19 +141,6 @@ class Connection:
                 data = data[self.sock.send(data) :]
             except BlockingIOError:
                 await self._writable()
-
-    async def _read_ahead(self, timeout_s: float | None) -> None:
-        """Some more bytes: headers are short, and often come several at a time."""
-        while True:
-            try:
-                data = self.sock.recv(_AHEAD_BYTES)
-            except BlockingIOError:
-                await self._readable(timeout_s)
-                continue
-            if not data:
-                raise EOFError("the connection closed")
-            self._ahead += data
-            return
 
     async def _receive_into(self, room: memoryview) -> None:
         at, end = 0, len(room)

@@ -28,16 +28,16 @@ from typing import Any
 
 from disagg.errors import ConfigError, TransferCorruptError, TransferError
 from disagg.kv.carriers.pulls import Listener, lost
-from disagg.kv.carriers.stream import Connection
+from disagg.kv.carriers.stream import Connection, KeptConnections
 from disagg.kv.carriers.tcp import connected, listening
-from disagg.kv.carriers.torch_groups import Groups, all_done, are_together, tensor
+from disagg.kv.carriers.torch_groups import DEVICES, Groups, all_done, are_together, tensor
 from disagg.kv.carriers.torch_source import Source
 from disagg.kv.frames import HEARTBEAT_S, SILENCE_S, Ack, Failed, Frame, Header, Join, Sink, Via, Want, pull_request, raise_failed
 from disagg.kv.outbox import Outbox
 from disagg.types import Transfer, new_id
 
 RECEIVE_BYTES = 16 << 20  # frames that lie together and have been announced are received as one, up to so many bytes: each costs threads
-RECEIVES_AHEAD = 2  # of one pull that may be under way
+RECEIVES_AHEAD = DEVICES  # of one pull that may be under way
 FRAMES_AHEAD = 12  # of one pull that may be announced while those are
 PAIR_RECEIVES = 8  # of one pair that may be under way; each holds a thread on both sides
 
@@ -69,6 +69,7 @@ class TorchDistCarrier:
         self._silence_s = silence_s
         self._heartbeat_s = heartbeat_s
         self._listeners: list[Listener] = []
+        self._kept: KeptConnections[Connection] = KeptConnections()
         self._pairs: dict[str, asyncio.Task[_Pair]] = {}  # as puller, by endpoint
         self._watchers: set[asyncio.Task[None]] = set()
 
@@ -84,10 +85,14 @@ class TorchDistCarrier:
 
     async def pull(self, endpoint: str, transfer: Transfer, sink: Sink) -> None:
         pair = await self._pair(endpoint, transfer)
-        connection = await connected(endpoint.partition("/")[0], transfer, self._silence_s)
+        source = transfer.source
+        kept = self._kept.take(source.worker, endpoint, source.epoch)
+        connection = kept or await connected(endpoint.partition("/")[0], transfer, self._silence_s)
         receives: deque[_Receive] = deque()
+        is_well = False
         try:
             await self._pull(pair, connection, transfer, sink, receives)
+            is_well = True
         except (OSError, EOFError, TimeoutError) as error:
             if receives:
                 pair.close()
@@ -96,9 +101,13 @@ class TorchDistCarrier:
         finally:
             # The group writes into the inbox until these have ended: soon when the source lives, or when its end of the pair is gone.
             await all_done([each.done for each in receives])
-            connection.close()
+            if is_well:
+                self._kept.keep(source.worker, endpoint, source.epoch, connection)
+            else:
+                connection.close()
 
     async def close(self) -> None:
+        self._kept.close()
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
             await listener.close()
@@ -115,44 +124,46 @@ class TorchDistCarrier:
     async def _pull(self, pair: _Pair, connection: Connection, transfer: Transfer, sink: Sink, receives: deque[_Receive]) -> None:
         """The messages of one pull, in order, with up to RECEIVES_AHEAD receives under way."""
         pull_id = new_id()
-        await connection.send(Via(pull_id))
-        await connection.send(pull_request(transfer))
+        await connection.send(Via(pull_id), pull_request(transfer))
         announced: deque[_Place] = deque()  # frames that have not been asked for
-        reading = asyncio.ensure_future(connection.receive())
-        header: Header | None = None
+        held: Header | None = None  # its turn comes when what was announced before it is there
+        reading: asyncio.Task[Header] | None = None
         complete = False
         try:
             while not complete:
+                while held is None and len(announced) < FRAMES_AHEAD:
+                    header = connection.receive_now() if reading is None else reading.result() if reading.done() else None
+                    if header is None:
+                        break
+                    reading = None
+                    if isinstance(header, Failed):
+                        raise_failed(header)
+                    if isinstance(header, Frame):
+                        announced.append((header, sink.room(header)))
+                    else:
+                        held = header
                 while announced and len(receives) < RECEIVES_AHEAD:
-                    receives.append(_ask(pair, pull_id, announced))
-                waits: set[asyncio.Future[Any]] = {receives[0].done} if receives else set()
-                if header is None and len(announced) < FRAMES_AHEAD:
-                    waits.add(reading)
-                if waits:
-                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                    receives.append(_ask(pair, pull_id, announced, RECEIVES_AHEAD - len(receives)))
                 if receives and receives[0].done.done():
                     _check_received(receives[0], transfer)
                     for frame, room in receives.popleft().places:
                         complete = await sink.receive(frame, (room,))
-                    continue
-                header = reading.result()
-                if isinstance(header, Failed):
-                    raise_failed(header)
-                if isinstance(header, Frame):
-                    announced.append((header, sink.room(header)))
-                elif receives or announced:
-                    continue  # what was announced before it goes first
+                elif held is not None and not receives:
+                    complete = await sink.receive(held, ())
+                    held = None
                 else:
-                    complete = await sink.receive(header, ())
-                header = None
-                if not complete:
-                    reading = asyncio.ensure_future(connection.receive())
+                    waits: set[asyncio.Future[Any]] = {receives[0].done} if receives else set()
+                    if held is None and len(announced) < FRAMES_AHEAD:
+                        reading = reading or asyncio.ensure_future(connection.receive())
+                        waits.add(reading)
+                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             await connection.send(Ack(transfer.transfer_id))
         finally:
-            reading.cancel()
-            await asyncio.wait({reading})
-            if not reading.cancelled():
-                reading.exception()
+            if reading is not None:
+                reading.cancel()
+                await asyncio.wait({reading})
+                if not reading.cancelled():
+                    reading.exception()
 
     async def _pair(self, endpoint: str, transfer: Transfer) -> _Pair:
         """The group with that source; one handshake, shared by all pulls."""
@@ -210,13 +221,16 @@ class _Receive:
     done: asyncio.Task[None]
 
 
-def _ask(pair: _Pair, pull_id: str, announced: deque[_Place]) -> _Receive:
-    """Ask for as many of the announced frames as lie together."""
+def _ask(pair: _Pair, pull_id: str, announced: deque[_Place], num_receives: int) -> _Receive:
+    """Ask for announced frames that lie together, so many that `num_receives` such receives would share what is announced."""
+    most = -(-len(announced) // num_receives)
     places = [announced.popleft()]
     num_bytes = len(places[0][1])
-    while announced and are_together(places[-1][1], announced[0][1]) and num_bytes + len(announced[0][1]) <= RECEIVE_BYTES:
+    while announced and len(places) < most and are_together(places[-1][1], announced[0][1]):
+        num_bytes += len(announced[0][1])
+        if num_bytes > RECEIVE_BYTES:
+            break
         places.append(announced.popleft())
-        num_bytes += len(places[-1][1])
     rooms = [room for _, room in places]
     return _Receive(places, asyncio.ensure_future(pair.receive(pull_id, places[0][0].seq, rooms)))
 
@@ -252,7 +266,7 @@ class _Pair:
                     if self.is_closed:
                         raise EOFError("the process group was closed")
                     tag, self._num_receives = self._num_receives, self._num_receives + 1
-                    work = self._group.recv([tensor(rooms)], 0, tag)
+                    work = await self._groups.post(self._group.recv, [tensor(rooms)], 0, tag)
                     await self._control.send(Want(pull_id, seq, len(rooms), tag))
             except BaseException:
                 self.close()

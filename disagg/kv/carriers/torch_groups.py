@@ -18,6 +18,8 @@ import numpy as np
 from disagg.kv.carriers.tcp import listening
 
 _THREADS = 64
+_POSTING_THREADS = 4
+DEVICES = 2  # of gloo: connections of a pair, each with a thread; by a tag's remainder. One alone keeps neither end busy
 
 
 class Groups:
@@ -30,8 +32,9 @@ class Groups:
         self._host = host
         self._timeout = timedelta(seconds=silence_s)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="disagg-kv-torch")
+        self._posting = ThreadPoolExecutor(_POSTING_THREADS, thread_name_prefix="disagg-kv-torch-post")
         self._store: Any = None
-        self._device: Any = None
+        self._devices: list[Any] = []
 
     def serve_store(self) -> int:
         """Start the store at which pullers meet this source; its port."""
@@ -61,10 +64,10 @@ class Groups:
     def _make(self, store: Any, pair_id: str, rank: int) -> Any:
         import torch.distributed as dist
 
-        if self._device is None:
-            self._device = dist.ProcessGroupGloo.create_device(hostname=self._host)
+        if not self._devices:
+            self._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host) for _ in range(DEVICES)]
         options = dist.ProcessGroupGloo._Options()
-        options._devices = [self._device]
+        options._devices = self._devices
         options._timeout = self._timeout
         options._threads = 1
         return dist.ProcessGroupGloo(dist.PrefixStore(pair_id, store), rank, 2, options)
@@ -78,7 +81,16 @@ class Groups:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
+        self._posting.shutdown(wait=False)
         self._store = None
+
+    def post(self, begin: Any, *args: Any) -> Awaitable[Any]:
+        """`begin` a send or recv in a thread; gives what `wait` waits for.
+
+        gloo's thread holds a lock that this needs for as long as bytes come without a pause, and a send writes what the socket takes.
+        These threads wait for no peer, so that those in `wait` cannot keep a worker from sending what its peers wait for.
+        """
+        return asyncio.get_running_loop().run_in_executor(self._posting, begin, *args)
 
     def _run(self, function: Any, *args: Any) -> Awaitable[Any]:
         return asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
@@ -103,7 +115,7 @@ def are_together(part: memoryview, after: memoryview) -> bool:
 
 
 def _address(part: memoryview) -> int:
-    return int(np.frombuffer(part, dtype=np.uint8).ctypes.data)
+    return int(np.frombuffer(part, dtype=np.uint8).__array_interface__["data"][0])
 
 
 async def all_done(tasks: list[asyncio.Task[None]]) -> None:

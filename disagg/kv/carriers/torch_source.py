@@ -42,12 +42,12 @@ class Source:
     async def _serve_pull(self, connection: Connection, pull_id: str, request: Pull) -> None:
         pulled = _Pulled({}, set())
 
-        async def announced(frame: Frame, reader: Reader) -> None:
+        def announce(frame: Frame, reader: Reader) -> None:
             pulled.payloads[frame.seq] = reader.payload(frame)
 
         self._pulls[pull_id] = pulled
         try:
-            await serve_pull(self._outbox, request, connection, self._heartbeat_s, announced, pulled.settle)
+            await serve_pull(self._outbox, request, connection, self._heartbeat_s, announce=announce, leave=pulled.settle)
         finally:
             self._pulls.pop(pull_id, None)
 
@@ -57,25 +57,28 @@ class Source:
             await control.send(failed(fenced))
             return
         await control.send(request)
+        order = asyncio.Lock()
         try:
             group = await self._groups.accept(request.pair_id)
-            while True:
-                want = await control.receive(timeout_s=None)
-                if not isinstance(want, Want):
-                    raise TransferCorruptError(f"unexpected {type(want).__name__} in a pair")
-                pulled = self._pulls.get(want.pull_id)
-                wanted = range(want.seq, want.seq + want.num_frames)
-                if pulled is None or not wanted or not all(seq in pulled.payloads for seq in wanted):
-                    raise EOFError("a Want of what is not served")  # ends the pair, and so the peer's wait for it
-                work = group.send([tensor([pulled.payloads.pop(seq) for seq in wanted])], 1, want.tag)
-                task = asyncio.ensure_future(self._finish(work, control))
-                pulled.sends.add(task)
-                task.add_done_callback(pulled.sends.discard)
         except RuntimeError as error:
             raise EOFError(str(error)) from error
+        while True:
+            want = await control.receive(timeout_s=None)
+            if not isinstance(want, Want):
+                raise TransferCorruptError(f"unexpected {type(want).__name__} in a pair")
+            pulled = self._pulls.get(want.pull_id)
+            wanted = range(want.seq, want.seq + want.num_frames)
+            if pulled is None or not wanted or not all(seq in pulled.payloads for seq in wanted):
+                raise EOFError("a Want of what is not served")  # ends the pair, and so the peer's wait for it
+            payload = tensor([pulled.payloads.pop(seq) for seq in wanted])
+            task = asyncio.ensure_future(self._give(group, payload, want.tag, control, order))
+            pulled.sends.add(task)
+            task.add_done_callback(pulled.sends.discard)
 
-    async def _finish(self, work: Any, control: Connection) -> None:
+    async def _give(self, group: Any, payload: Any, tag: int, control: Connection, order: asyncio.Lock) -> None:
         try:
+            async with order:
+                work = await self._groups.post(group.send, [payload], 1, tag)
             await self._groups.wait(work)
         except RuntimeError as error:
             log.info("torch_dist: a pair ended: %s", error)
