@@ -7,6 +7,7 @@ as the rest is for engines. Boxes are memory only where they have been written.
 from __future__ import annotations
 
 from disagg.errors import ConfigError
+from disagg.kv.box import ALIGN_BYTES
 from disagg.kv.layout import KvLayout
 
 GIB = 1 << 30
@@ -40,7 +41,7 @@ def check_longest_prompt(layout: KvLayout, max_context_tokens: int, outbox_bytes
     num_tokens = max(1, max_context_tokens - 1)
     needed = layout.entry_bytes(num_tokens)
     for key, num_bytes in (("kv.outbox_gib", outbox_bytes), ("kv.inbox_gib", inbox_bytes)):
-        if num_bytes < needed:
+        if num_bytes // ALIGN_BYTES * ALIGN_BYTES < needed:  # regions are whole pages
             needed_gib = _rounded_up_gib(needed)
             raise ConfigError(
                 f"{key}: {num_bytes / GIB:.6g} GiB cannot hold the KV of the longest prompt, {num_tokens} tokens and {needed} bytes; "
@@ -53,5 +54,5 @@ def check_longest_prompt(layout: KvLayout, max_context_tokens: int, outbox_bytes
 
 def _rounded_up_gib(num_bytes: int) -> float:
     """GiB with four digits behind the point that hold `num_bytes` in whole pages."""
-    pages = -(-num_bytes // 4096) * 4096
+    pages = -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
     return -(-pages * 10_000 // GIB) / 10_000

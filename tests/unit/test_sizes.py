@@ -48,6 +48,14 @@ def test_a_box_below_the_longest_prompt_is_refused_with_the_size_that_would_do()
         check_longest_prompt(LAYOUT, 4096, enough, enough)
 
 
+def test_what_a_box_loses_to_whole_pages_is_not_counted_on() -> None:
+    """5,000 bytes of KV need two pages, and a box of 6,000 bytes has one: this was found out by the first long prompt."""
+    layout = KvLayout(model="m", backend="b", dtype="bf16", block_tokens=1, num_layers=1, block_bytes=1000)
+    check_longest_prompt(layout, 6, 8192, 8192)
+    with pytest.raises(ConfigError, match="5 tokens and 5000 bytes"):
+        check_longest_prompt(layout, 6, 6000, 8192)
+
+
 def test_memory_is_what_the_host_or_the_container_has() -> None:
     assert 0 < available_memory_bytes() <= host_memory_bytes() < 1 << 50
 
