@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from bench import gpu_check
 from disagg.kv.form import entry_layout
 from disagg.kv.tensors import kernels
 from disagg.kv.tensors.token_copy import HeadRange, Slots, gather_tokens, scatter_tokens
@@ -48,3 +51,32 @@ def test_the_block_kernels_equal_indexing() -> None:
     for target, layer in zip(targets, layers, strict=True):
         assert torch.equal(target[ids], layer[ids])
         assert target[[1, 2, 3]].abs().sum() == 0
+
+
+@pytest.fixture
+def small_gpu_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bench/gpu_check.py on a CPU: small shapes, and each case run once."""
+    for name, value in {"LAYERS": 2, "HEADS": 2, "DIM": 8, "BLOCKS": 8, "LENGTHS": (32, 64)}.items():
+        monkeypatch.setattr(gpu_check, name, value)
+    monkeypatch.setattr(gpu_check, "page_locked", lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+
+    def seconds(run: Callable[[], object]) -> float:
+        run()
+        return 1.0
+
+    monkeypatch.setattr(gpu_check, "seconds", seconds)
+
+
+@pytest.mark.usefixtures("small_gpu_check")
+def test_the_gpu_check_passes_what_is_right() -> None:
+    rows = gpu_check.copies(torch.device("cpu"))
+    assert [row.what for row in rows if not row.holds] == []
+    assert len(rows) == 2 * 6
+
+
+@pytest.mark.usefixtures("small_gpu_check")
+@pytest.mark.parametrize("what", ["gather_blocks", "scatter_blocks"])
+def test_the_gpu_check_fails_what_is_wrong(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, what, lambda *_: None)
+    rows = gpu_check.copies(torch.device("cpu"))
+    assert what.replace("_", " ") in {row.what for row in rows if not row.holds}

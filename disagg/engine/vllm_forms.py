@@ -70,8 +70,12 @@ class FormCopies:
         if copy.form.partition("/")[0] == TOKENS:
             gather_tokens(self._caches, self._slots(copy, span.count), out, entry.dtype)
             return
+        device = self._rows[0].device
+        rows = out if out.device == device else torch.empty_like(out, device=device)  # so that one copy brings all layers to the host
         for layer, numbers in enumerate(self._runs()):
-            encode_rows(numbers[index], out[:, layer], copy.form.partition("/")[2])
+            encode_rows(numbers[index], rows[:, layer], copy.form.partition("/")[2])
+        if rows is not out:
+            out.copy_(rows, non_blocking=True)
 
     def scatter(self, copy: Copy, entry: KvLayout, box: torch.Tensor, index: slice | torch.Tensor) -> None:
         """Box (uint8 [bytes]) -> cache."""
@@ -83,10 +87,10 @@ class FormCopies:
                 slots = self._slots(copy, span.count)
                 scatter_tokens(_units(box, span, entry), self._caches, slots, chosen, entry.dtype)
             return
-        source = _units(box, span_of(copy, entry, self._rank, self._layout.block_tokens), entry)
+        span = span_of(copy, entry, self._rank, self._layout.block_tokens)
+        source = _units(box, span, entry).to(self._rows[0].device, non_blocking=True)
         for layer, numbers in enumerate(self._runs()):
-            rows = source[:, layer].to(numbers.device, non_blocking=True)
-            numbers[index] = decode_rows(rows, numbers.shape[1], copy.form.partition("/")[2], numbers.dtype)
+            numbers[index] = decode_rows(source[:, layer], numbers.shape[1], copy.form.partition("/")[2], numbers.dtype)
 
     def _runs(self) -> Iterator[torch.Tensor]:
         """Per layer [blocks, heads x 2, block_tokens x head_dim] numbers: runs of keys or values of one head, whatever their order."""

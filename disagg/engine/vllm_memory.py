@@ -26,6 +26,7 @@ from disagg.engine.vllm_plan import Copy
 from disagg.errors import ConfigError
 from disagg.kv.form import BLOCKS
 from disagg.kv.layout import KvLayout
+from disagg.kv.tensors.token_copy import on_device
 
 Frame = tuple[str, int, int, int]  # transfer id, first block of the entry, number of blocks, xxh3_64 of their bytes
 
@@ -129,8 +130,8 @@ class CacheBlocks:
 
     def index(self, block_ids: Sequence[int]) -> slice | torch.Tensor:
         """On a CPU a slice when the ids are consecutive (the usual case: plain memcpy), else an index tensor."""
-        if not self.is_cpu:  # pinned: a copy from other memory would wait for the step under way
-            return torch.tensor(block_ids, dtype=torch.int64, pin_memory=True).to(self.layers[0].device, non_blocking=True)
+        if not self.is_cpu:
+            return on_device(block_ids, self.layers[0].device)
         first = block_ids[0]
         if list(block_ids) == list(range(first, first + len(block_ids))):
             return slice(first, first + len(block_ids))
@@ -154,7 +155,7 @@ class RankBoxes:
         self._rank = rank
         self._outbox_bytes = memoryview(outbox)
         self._send = send
-        self._gpu = None if cache.is_cpu else _GpuBoxes((self._outbox, self._inbox), send)
+        self._gpu = None if cache.is_cpu else _GpuBoxes((self._outbox, self._inbox), cache.layers[0].device, send)
 
     def can_load(self, copy: Copy) -> bool:
         """Whether the copy lies inside its entry, and the entry inside the inbox."""
@@ -218,10 +219,11 @@ class RankBoxes:
 class _GpuBoxes:
     """Page-locks the boxes, and sends events when the compute stream has passed their copies."""
 
-    def __init__(self, boxes: Sequence[torch.Tensor], send: Callable[[list[Any]], None]) -> None:
+    def __init__(self, boxes: Sequence[torch.Tensor], device: torch.device, send: Callable[[list[Any]], None]) -> None:
         runtime = torch.cuda.cudart()
         for box in boxes:
             torch.cuda.check_error(runtime.cudaHostRegister(box.data_ptr(), box.numel(), 0))
+        self._device = device
         self._send = send
         self._pending: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], list[Any]]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="disagg-copies", daemon=True).start()
@@ -232,6 +234,7 @@ class _GpuBoxes:
         self._pending.put((event, make_events))
 
     def _run(self) -> None:
+        torch.cuda.set_device(self._device)  # a thread begins with GPU 0, and would take memory there
         while True:
             event, make_events = self._pending.get()
             event.synchronize()

@@ -20,6 +20,19 @@ def test_without_a_gpu_it_says_so_and_stops(monkeypatch: pytest.MonkeyPatch, cap
     assert said.out == ""
 
 
+def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_check"])
+    monkeypatch.setattr(gpu_check, "MODULES", ("torch", "no_such_module"))
+    assert gpu_check.main() == gpu_check.NO_DEVICE
+    assert "no_such_module not installed: nothing was measured" in capsys.readouterr().err
+
+
+def test_a_full_gpu_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 80 << 30))
+    assert gpu_check.obstacle() == "1.0 GiB of GPU memory are free, 16 needed"
+
+
 def test_blocks_are_scattered_and_distinct() -> None:
     ids = gpu_check.scattered(8192, gpu_check.BLOCKS)
     assert len(set(ids)) == len(ids) == 512
