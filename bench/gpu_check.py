@@ -88,7 +88,7 @@ def obstacle() -> str | None:
     return None
 
 
-def caches(device: Any, blocks: int = BLOCKS, layers: int = LAYERS) -> list[Any]:
+def caches(device: Any, blocks: int, layers: int) -> list[Any]:
     """Per layer [blocks, heads, block, 2 x dim], each block's tokens outermost, as FlashAttention keeps them."""
     import torch
 
@@ -108,7 +108,7 @@ def copies(device: Any) -> list[Row]:
     from disagg.kv.tensors.kernels import gather_blocks, scatter_blocks
     from disagg.kv.tensors.token_copy import HeadRange, Slots, gather_by_layer, gather_tokens, scatter_tokens
 
-    layers = caches(device)
+    layers = caches(device, BLOCKS, LAYERS)
     words = [layer.transpose(1, 2).view(BLOCKS, -1).view(torch.int64) for layer in layers]
     rows = []
     for tokens in LENGTHS:
@@ -163,7 +163,7 @@ def quantised(device: Any) -> list[Row]:
 
     from disagg.kv.tensors.token_copy import HeadRange, Slots, gather_tokens, scatter_tokens
 
-    tokens, layers = 2048, caches(device, 256)
+    tokens, layers = 2048, caches(device, 256, LAYERS)
     slots = Slots.of(scattered(tokens, 256), BLOCK, tokens, device)
     rows = []
     for dtype in ("int8", "fp8"):
@@ -171,7 +171,7 @@ def quantised(device: Any) -> list[Row]:
         taken_s = seconds(lambda e=entry, d=dtype: gather_tokens(layers, slots, e, d))
         is_equal = torch.equal(entry, reference(layers, slots, dtype))
         rows.append(Row(f"quantise {dtype}", tokens, 2 * entry.numel() / taken_s / 1e9, 0.0, is_equal))
-        into, right = caches(device, 256), [layer.cpu() for layer in layers]
+        into, right = caches(device, 256, LAYERS), [layer.cpu() for layer in layers]
         whole = HeadRange(0, 0, HEADS, HEADS)
         scatter_tokens(entry, into, slots, whole, dtype)
         host = Slots(slots.blocks.cpu(), slots.slots.cpu())

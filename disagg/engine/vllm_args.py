@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from vllm.platforms import current_platform
 
 from disagg.engine.vllm_channel import ADDRESS_ENV
 from disagg.engine.vllm_events import events_config
+from disagg.engine.vllm_fingerprint import model_fingerprint
 from disagg.errors import ConfigError, nearest
 
 OURS = {
@@ -34,8 +33,6 @@ MIXED_STEP_TOKENS = "mixed_step_tokens"  # an argument that vLLM has not: see vl
 CPU_BLOCK_TOKENS = 32  # vLLM's CPU attention wants a multiple of 32; the smallest wastes least in a last block
 CPU_MEMORY_SHARE = 0.2  # vLLM's own 0.9 of the host's memory would let one engine start, not several
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-_SAMPLE_BYTES = 1 << 16
-_SAMPLES_PER_FILE = 16
 
 
 def check_names(args: Mapping[str, Any]) -> None:
@@ -131,34 +128,3 @@ def engine_environment(address: str, cores: Sequence[int] | None, args: Mapping[
             env["OMP_PLACES"] = "{" + ",".join(map(str, cores)) + "}"
             env["OMP_PROC_BIND"] = "true"
     return env
-
-
-def model_fingerprint(model: str, args: Mapping[str, Any]) -> str:
-    """Equal for equal weights: name, configuration, and size plus samples of each weight file; where they lie does not count.
-
-    A model that is not a local folder is named by its hub name and revision.
-    """
-    path = Path(model)
-    digest = hashlib.blake2b(digest_size=12)
-    relevant = {k: args.get(k) for k in ("revision", "quantization", "dtype", "hf_overrides", "load_format", "seed") if args.get(k)}
-    digest.update(json.dumps(relevant, sort_keys=True, default=str).encode())
-    if path.is_dir():
-        config = path / "config.json"
-        if config.is_file():
-            fields = json.loads(config.read_text())
-            digest.update(json.dumps({k: v for k, v in fields.items() if not k.startswith("_")}, sort_keys=True).encode())
-        for file in sorted(path.glob("*.safetensors")):
-            _sample(file, digest)
-    else:
-        digest.update(model.encode())
-    return f"{path.name}@{digest.hexdigest()}"
-
-
-def _sample(file: Path, digest: Any) -> None:
-    """Adds a file's name, size and evenly spaced samples: unlike weights of one architecture differ everywhere."""
-    size = file.stat().st_size
-    digest.update(f"{file.name}:{size}".encode())
-    with file.open("rb") as weights:
-        for i in range(_SAMPLES_PER_FILE):
-            weights.seek(i * max(0, size - _SAMPLE_BYTES) // max(1, _SAMPLES_PER_FILE - 1))
-            digest.update(weights.read(_SAMPLE_BYTES))

@@ -9,7 +9,8 @@
       pull:    Ack ---------------------------------->
 
 A pair of workers has one group, built by its first pull and kept until one of them dies or a send or recv fails; then both drop it, and
-the next pull builds a new one. There is no global process group. The source sends only what the puller already waits for, in the order
+the next pull builds a new one. It has a connection for each of gloo's devices (torch_groups.py), so two receives of a pull do not wait for
+each other. There is no global process group. The source sends only what the puller already waits for, in the order
 of the Wants (NCCL matches by order, not by tag); so a cancelled pull has only to wait for the few frames that it asked for.
 
 As with the other network carriers, the network between workers is trusted: neither the store nor the group knows who connects.
@@ -43,7 +44,7 @@ PAIR_RECEIVES = 8  # of one pair that may be under way; each holds a thread on b
 
 
 class TorchDistCarrier:
-    """Serves on `host`:`port` (0: a free one) and two more ports of `host`, the host name that peers are told.
+    """Serves on `host`:`port` (0: a free one) and three more ports of `host`, the host name that peers are told.
 
     `silence_s`: how long a peer may say or give nothing before it counts as lost. Raises ConfigError without torch.
     """
