@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 import weakref
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +18,10 @@ import pytest
 pytest.importorskip("torch")
 
 from disagg.kv.carriers import torch_dist
-from disagg.kv.carriers.torch_groups import _THREADS, Groups, are_together, tensor
+from disagg.kv.carriers.torch_groups import _THREADS, DEVICES, Groups, are_together, tensor
 from disagg.kv.frames import Frame
 from disagg.kv.layout import FRAME_BYTES
-from tests.kv_rig import LARGE, rig
+from tests.kv_rig import LARGE, rig, until
 
 
 def test_parts_that_lie_together_are_one_tensor_over_the_same_memory() -> None:
@@ -102,3 +104,26 @@ async def test_a_connection_is_kept_for_the_next_pull(monkeypatch: pytest.Monkey
             written, read = await r.move(r.transfer(40), frame_blocks=2)
             assert read == written
     assert len(connects) == 2, "one for the pair, one for the pulls"
+
+
+async def test_closing_gives_back_gloos_sockets() -> None:
+    """Each device has a listening socket, a pipe, and a thread; they stayed for as long as anything referred to the carrier."""
+    source, puller = Groups("127.0.0.1", 30.0), Groups("127.0.0.1", 30.0)
+    before = num_sockets()
+    port = source.serve_store()
+    pair = await asyncio.gather(source.accept("p"), puller.join("127.0.0.1", port, "p"))
+    assert num_sockets() >= before + 2 * DEVICES
+    del pair
+    source.close()
+    puller.close()
+    gc.collect()
+    await until(lambda: num_sockets() <= before)
+
+
+def num_sockets() -> int:
+    """Of this process."""
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found += str(descriptor.readlink()).startswith("socket:")
+    return found

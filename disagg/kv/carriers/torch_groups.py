@@ -83,6 +83,7 @@ class Groups:
         self._threads.shutdown(wait=False)
         self._posting.shutdown(wait=False)
         self._store = None
+        self._devices = []  # each has a listening socket and a thread
 
     def post(self, begin: Any, *args: Any) -> Awaitable[Any]:
         """`begin` a send or recv in a thread; gives what `wait` waits for.
