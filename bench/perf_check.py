@@ -40,7 +40,7 @@ import numpy as np
 from disagg.config import SimulatedSettings
 from disagg.errors import ConfigError
 from disagg.perf.hardware import DEVICES, Device, Dtype, find_device
-from disagg.perf.model_config import find_dtype
+from disagg.perf.model_config import dtype_in_name, find_dtype
 from disagg.perf.shapes import find_shape
 from disagg.sim.closed_loop import Served, closed_loop, open_loop
 
@@ -138,12 +138,6 @@ def _value(row: dict[str, str], name: str) -> str:
         return str(1e3 * float(text))
     except (TypeError, ValueError):
         return (text or "").strip()
-
-
-def dtype_in_name(model: str) -> str:
-    """The type of the weights that a model's name says, such as ...-FP8; else bf16."""
-    found = re.findall(r"fp8|w8a8|w4a16|awq|gptq|int[48]|nvfp4|mxfp4", model.lower())
-    return next((name for name in found if name.startswith("int")), found[0]) if found else "bf16"  # of GPTQ-Int8 the second says more
 
 
 def above_zero(row: dict[str, str], key: str) -> float:

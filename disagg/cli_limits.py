@@ -99,20 +99,24 @@ def _shape(model: str | None, dtype: str | None, weights_gb: float | None) -> tu
         if weights_gb is None or model is not None:
             raise ConfigError(key="MODEL", value=model, expected="a model, or --weights-gb in its place: one of the two")
         return None, given or "bf16"
-    shape, configured = find_model(model)
-    return shape, given or configured
+    return find_model(model, given)
 
 
-def find_model(model: str) -> tuple[ModelShape, Dtype]:
-    """Shape and weights' type of a bundled name, a config.json, or a folder with one. Raises ConfigError."""
+def find_model(model: str, dtype: Dtype | None = None) -> tuple[ModelShape, Dtype]:
+    """Shape and weights' type of a bundled name, a config.json, or a folder with one; `dtype`: the type, where it is given.
+
+    Raises ConfigError.
+    """
     from disagg.errors import ConfigError
-    from disagg.perf.model_config import read_config
+    from disagg.perf.model_config import dtype_in_name, find_dtype, read_config
     from disagg.perf.shapes import find_shape
 
     path = Path(model).expanduser()
     if not path.exists() and (path.suffix == ".json" or path.is_absolute() or model.startswith((".", "~"))):
         raise ConfigError(key="MODEL", value=model, expected="a bundled model, a config.json or a folder with one: nothing is there")
-    return read_config(path) if path.exists() else (find_shape(model), "fp8" if "fp8" in model.lower() else "bf16")
+    if path.exists():
+        return read_config(path, dtype)
+    return find_shape(model), dtype or find_dtype(dtype_in_name(model), "MODEL")
 
 
 def _sizes(

@@ -171,7 +171,7 @@ def _question(
     from disagg.perf.speculative import parse_speculation
     from disagg.plan.question import Question
 
-    shape, configured = find_model(model)
+    shape, dtype = find_model(model, find_dtype(quantization, "--quantization") if quantization else None)
     path = Path(model).expanduser()
     kv = find_dtype(kv_dtype, "--kv-dtype")
     if kv == "int4":
@@ -184,7 +184,7 @@ def _question(
         load=_load(workload, classes, traces, seed, shape.max_context_tokens),
         link=find_link(link or USUAL_LINK),
         decode_device=find_device(decode_gpu) if decode_gpu else None,
-        dtype=find_dtype(quantization, "--quantization") if quantization else configured,
+        dtype=dtype,
         kv_dtype=kv,
         speculation=parse_speculation(speculative) if speculative else None,
         requests=requests,

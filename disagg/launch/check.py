@@ -186,7 +186,7 @@ def _shape(model: Path | str, notes: list[str]) -> ModelShape | None:
     try:
         if isinstance(model, Path):
             config = json.loads((model / "config.json").read_text())
-            return shape_from_config(config.get("text_config") or config, model.name)
+            return shape_from_config(config, model.name)
         return find_shape(model)
     except (ConfigError, ValueError, OSError):
         notes.append(f"the shape of {model} is not known here, so memory was not checked")

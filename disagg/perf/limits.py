@@ -1,6 +1,7 @@
 """What a model can do on a device at all, and what to expect of it. Pure.
 
-Every figure comes twice. The *limit* takes the device's peaks: no engine can be quicker.
+Every figure comes twice. The *limit* takes the device's peaks: no engine can be quicker, but for parameters that a formula counts and a
+clever engine leaves alone (the input embedding's other rows, logits of a prompt's inner tokens), which the page names where they weigh.
 
     T_token,min       = weight bytes that one token reads / bandwidth
     T_step(B)         = max((weights touched by B tokens + B x context x KV bytes) / bandwidth,
@@ -8,7 +9,8 @@ Every figure comes twice. The *limit* takes the device's peaks: no engine can be
     T_prefill(n)      = max((2 x active parameters x n + attention) / FLOP/s, weights / bandwidth)
     ridge             = FLOP/s / bandwidth                               in FLOPs per byte
     free-ride bound   = tokens whose arithmetic hides behind the reads of a decode step, less the batch itself:
-                        (weights + KV of the batch) / bandwidth x FLOP/s / (2 x active parameters) - B
+                        (weights touched by B tokens + KV of the batch) / bandwidth x FLOP/s / (2 x active parameters) - B;
+                        of a mixture of experts at most those that add less than 1 % to the reads, for they touch experts, too
     T_transfer(n)     = n x KV bytes / (link bandwidth x devices); it equals the prefill at n x KV bytes / T_prefill(n)
 
 The *expected* time is the step model's (roofline.py), with measured kernels. Peaks and bytes are those of all `tp` devices together.
@@ -28,19 +30,28 @@ from disagg.perf.shapes import DTYPE_BYTES, ModelShape
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _MOST_BATCH = 1 << 16
+_WORTH_A_NOTE = 0.02
+_SAME_EXPERTS = 0.01  # of a step's reads: by so much more at most is nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
     """The sizes that the limits need, of all devices together: where they are given as figures, no shape is needed.
 
-    `params`: active parameters, `attention_flops_per_pair`: 0 where the shape is unknown.
+    `kv_per_token` with all copies that the devices keep, `kv_copies` of each number. `params`: active parameters;
+    `attention_flops_per_pair`: 0 where the shape is unknown.
     """
 
     weights: float
     kv_per_token: float
     params: float
     attention_flops_per_pair: float = 0.0
+    kv_copies: float = 1.0
+
+    @property
+    def kv_once_per_token(self) -> float:
+        """Bytes of one token's KV without copies."""
+        return self.kv_per_token / self.kv_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +116,13 @@ class Limits:
 
 def sizes_of(shape: ModelShape, dtype: Dtype, kv_dtype: Dtype, tp: int = 1) -> Bytes:
     """Of a known shape. With more devices than KV heads (or with MLA) each keeps copies, which are read as well."""
+    kept = rank_kv_bytes_per_token(shape, tp, kv_dtype) * tp
     return Bytes(
         weights=shape.weight_bytes(dtype),
-        kv_per_token=rank_kv_bytes_per_token(shape, tp, kv_dtype) * tp,
+        kv_per_token=kept,
         params=shape.active_params + shape.head_params,
         attention_flops_per_pair=2 * shape.num_layers * shape.pair_dims,
+        kv_copies=kept / shape.kv_bytes_per_token(kv_dtype),
     )
 
 
@@ -130,7 +143,8 @@ def find_limits(
     utilization: float = 0.9,
 ) -> Limits:
     """Raises ConfigError for a TPOT below the physical limit (naming it), and for a context that the model was not made for."""
-    _check(shape, context_tokens, max(context_tokens, prompt_tokens))
+    _check(shape, "context", context_tokens)
+    _check(shape, "prompt", prompt_tokens)
     step = StepModel(shape, device, tp, dtype, kv_dtype) if shape else None
     peaks = _Peaks(sizes, shape, dtype, device.bandwidth * tp, device.rate(dtype).flops * tp)
     memory = placement_memory(shape, device, tp, dtype, utilization, context_tokens, kv_dtype) if shape else None
@@ -167,11 +181,8 @@ def find_limits(
         limit_prefill_s=prefill_s,
         expected_prefill_s=expected_prefill_s,
         ridge_flops_per_byte=peaks.flops / peaks.bandwidth,
-        ridge_tokens=peaks.ridge_tokens(0.0),
-        free_ride=tuple(
-            (batch, max(0.0, peaks.ridge_tokens(batch * context_tokens) - batch), _free_ride(step, batch, context_tokens))
-            for batch in batches
-        ),
+        ridge_tokens=peaks.tokens_behind(sizes.weights),
+        free_ride=tuple((batch, peaks.free_ride(batch, context_tokens), _free_ride(step, batch, context_tokens)) for batch in batches),
         links=tuple(
             LinkRow(
                 link.name, link.usable, kv_bytes / (link.usable * tp), kv_bytes / (link.usable * tp) / (expected_prefill_s or prefill_s)
@@ -179,16 +190,15 @@ def find_limits(
             for link in links
         ),
         break_even_bandwidth=kv_bytes / tp / (expected_prefill_s or prefill_s),
-        notes=tuple(_notes(shape, device, dtype, memory, tp, context_tokens)),
+        notes=tuple(_notes(peaks, device, memory, tp, context_tokens, max(context_tokens, prompt_tokens))),
     )
 
 
-def _check(shape: ModelShape | None, context_tokens: int, longest: int) -> None:
-    if context_tokens < 1:
-        raise ConfigError(key="context", value=context_tokens, expected="at least 1 token")
-    if shape is not None and shape.max_context_tokens and longest > shape.max_context_tokens:
-        expected = f"at most {shape.max_context_tokens:,} tokens, which {shape.name} was made for"
-        raise ConfigError(key="context", value=longest, expected=expected)
+def _check(shape: ModelShape | None, key: str, tokens: int) -> None:
+    if tokens < 1:
+        raise ConfigError(key=key, value=tokens, expected="at least 1 token")
+    if shape is not None and shape.max_context_tokens and tokens > shape.max_context_tokens:
+        raise ConfigError(key=key, value=tokens, expected=f"at most {shape.max_context_tokens:,} tokens, which {shape.name} was made for")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +212,7 @@ class _Peaks:
     flops: float
 
     def touched_bytes(self, tokens: float) -> float:
-        """Weights read by a step of `tokens` tokens: all of a dense model's, embeddings aside from a MoE's untouched experts."""
+        """Weights read by a step of `tokens` tokens: all but a MoE's untouched experts."""
         if self.shape is None or not self.shape.num_experts:
             return self.sizes.weights
         unread = (1 - self.shape.touched_share(tokens)) * self.shape.routed_params
@@ -219,10 +229,18 @@ class _Peaks:
         compute_s = (2 * self.sizes.params * tokens + self.sizes.attention_flops_per_pair * pairs) / self.flops
         return max(compute_s, self.touched_bytes(tokens) / self.bandwidth)
 
-    def ridge_tokens(self, context_tokens: float) -> float:
-        """Tokens whose products take as long as reading all weights and the KV of `context_tokens` tokens."""
-        read_s = (self.sizes.weights + context_tokens * self.sizes.kv_per_token) / self.bandwidth
-        return read_s * self.flops / (2 * self.sizes.params)
+    def tokens_behind(self, num_bytes: float) -> float:
+        """Tokens whose products take as long as reading so many bytes."""
+        return num_bytes / self.bandwidth * self.flops / (2 * self.sizes.params)
+
+    def free_ride(self, batch: int, context_tokens: int) -> float:
+        """Prompt tokens whose arithmetic hides behind the reads of a decode step; a MoE's only as far as they touch no more experts."""
+        read = self.touched_bytes(batch) + batch * context_tokens * self.sizes.kv_per_token
+        hidden = max(0.0, self.tokens_behind(read) - batch)
+        if self.shape is None or not self.shape.num_experts:
+            return hidden
+        most = self.touched_bytes(batch) + _SAME_EXPERTS * read
+        return min(hidden, float(_largest(lambda tokens: self.touched_bytes(batch + tokens) <= most)))
 
 
 def _row(peaks: _Peaks, step: StepModel | None, memory: MemoryReport | None, batch: int, context_tokens: int) -> StepRow:
@@ -252,8 +270,8 @@ def _free_ride(step: StepModel | None, batch: int, context_tokens: int) -> int |
     return _largest(lambda n: step.step_s([PrefillChunk(n)], batch, batch * context_tokens) <= 1.05 * alone_s)
 
 
-def _notes(shape: ModelShape | None, device: Device, dtype: Dtype, memory: MemoryReport | None, tp: int, context_tokens: int) -> list[str]:
-    notes = []
+def _notes(peaks: _Peaks, device: Device, memory: MemoryReport | None, tp: int, context_tokens: int, longest: int) -> list[str]:
+    notes, shape = [], peaks.shape
     if memory is not None and not memory.fits:
         smallest = f"the smallest tensor-parallel degree that does is {memory.needed_tp}" if memory.needed_tp else "no degree up to 32 does"
         notes.append(
@@ -261,8 +279,21 @@ def _notes(shape: ModelShape | None, device: Device, dtype: Dtype, memory: Memor
             f"({context_tokens * memory.kv_bytes_per_token / 1e9:.2f} GB) on each of {tp} x {device.name}, of "
             f"{memory.budget_bytes / 1e9:.1f} GB usable; {smallest}"
         )
-    if dtype == "fp8" and device.name == "a100":
-        notes.append("the A100 has no fp8 units: fp8 saves memory and reads, not arithmetic")
-    if shape is not None and shape.num_experts:
+    if peaks.dtype == "fp8" and device.fp8_flops <= device.bf16_flops:
+        notes.append(f"the {device.name} has no fp8 units: fp8 saves memory and reads, not arithmetic")
+    if shape is None:
+        return notes
+    if shape.num_experts:
         notes.append("experts are taken as picked evenly and independently; skew reads fewer and loads some more")
+    if shape.is_windowed(longest):
+        notes.append(shape.window_note)
+    # Both formulas are the usual ones, with all parameters; where these weigh something, that is said.
+    looked_up = 0.0 if shape.tied_embeddings else shape.head_params * DTYPE_BYTES["bf16"] / peaks.touched_bytes(1)
+    if looked_up >= _WORTH_A_NOTE:
+        notes.append(f"T_token,min reads all weights; {looked_up:.1%} of them are the input embedding, of which a token needs one row")
+    once = shape.head_params / peaks.sizes.params
+    if once >= _WORTH_A_NOTE:
+        notes.append(
+            f"T_prefill multiplies all parameters with each token; only the last one needs the output projection, {once:.1%} of them"
+        )
     return notes

@@ -26,7 +26,8 @@ def limits_json(page: Limits) -> dict[str, Any]:
         "context_tokens": page.context_tokens,
         "prompt_tokens": page.prompt_tokens,
         "weights_bytes": page.sizes.weights,
-        "kv_bytes_per_token": page.sizes.kv_per_token,
+        "kv_bytes_per_token": page.sizes.kv_once_per_token,
+        "kv_copies": page.sizes.kv_copies,
         "active_params": page.sizes.params,
         "bandwidth": page.bandwidth,
         "flops": page.flops,
@@ -80,7 +81,7 @@ def _head(page: Limits) -> str:
     return (
         f"{page.model} in {page.dtype}, KV in {page.kv_dtype}, on {many}{d.name}: {_rate(page.bandwidth, 'B/s')}, "
         f"{_rate(page.flops, 'FLOP/s')}, {page.tp * d.memory_bytes / 1e9:,.0f} GB\n"
-        "limit: from the peaks alone, nothing can be quicker. expected: with measured kernels and vLLM's own overheads."
+        "limit: from the peaks alone. expected: with measured kernels and vLLM's own overheads."
     )
 
 
@@ -88,8 +89,8 @@ def _memory(page: Limits) -> str:
     sizes = page.sizes
     text = (
         f"weights      {_gb(sizes.weights)}, {sizes.params / 1e9:,.1f}e9 parameters multiplied for each token\n"
-        f"KV           {sizes.kv_per_token / 1024:,.1f} KiB per token; {page.context_tokens:,} tokens: "
-        f"{page.context_tokens * sizes.kv_per_token / 1e9:,.2f} GB"
+        f"KV           {sizes.kv_once_per_token / 1024:,.1f} KiB per token; {page.context_tokens:,} tokens: "
+        f"{page.context_tokens * sizes.kv_once_per_token / 1e9:,.2f} GB{_copies(page)}"
     )
     if page.memory is None:
         return text
@@ -100,6 +101,12 @@ def _memory(page: Limits) -> str:
         f"{_gb(page.device.reserve_bytes)} for the runtime: {memory.kv_tokens:,} tokens of KV, {sequences:,} sequences of "
         f"{page.context_tokens:,}"
     )
+
+
+def _copies(page: Limits) -> str:
+    if page.sizes.kv_copies == 1:
+        return ""
+    return f", which {page.tp} devices keep {page.sizes.kv_copies:g} times (KV below counts all copies)"
 
 
 def _steps(page: Limits) -> str:
@@ -145,8 +152,9 @@ def _colocation(page: Limits) -> str:
 
 
 def _links(page: Limits) -> str:
-    kv_gb = page.prompt_tokens * page.sizes.kv_per_token / 1e9
-    lines = [f"KV transfer  {page.prompt_tokens:,} tokens = {kv_gb:,.3f} GB, over one link for each of {page.tp} devices:"]
+    kv_gb = page.prompt_tokens * page.sizes.kv_once_per_token / 1e9
+    copies = "" if page.sizes.kv_copies == 1 else f" x {page.sizes.kv_copies:g} copies"
+    lines = [f"KV transfer  {page.prompt_tokens:,} tokens = {kv_gb:,.3f} GB{copies}, over one link for each of {page.tp} devices:"]
     lines += [
         f"  {row.link:<12}{row.bandwidth / 1e9:>8,.1f} GB/s {_ms(row.transfer_s):>9} ms  {row.share_of_prefill:>7.1%} of the prefill"
         for row in page.links

@@ -42,7 +42,8 @@ class ModelShape:
 
     `shared_intermediate`: width of the experts that every token uses. The first `dense_layers` of a MoE have a plain MLP of
     `dense_intermediate`. `mlp_matrices`: 3 for a gated MLP, 2 for a plain one. `learned_positions`: rows of a position embedding.
-    `max_context_tokens`: what the model was made for (0: unknown).
+    `max_context_tokens`: what the model was made for (0: unknown). `window_layers` of the layers look back over `window_tokens` only; their
+    KV and attention are counted as if they looked back over all (an engine without a hybrid KV cache keeps all of it).
     """
 
     name: str
@@ -63,6 +64,20 @@ class ModelShape:
     mla: Mla | None = None
     learned_positions: int = 0
     max_context_tokens: int = 0
+    window_tokens: int = 0
+    window_layers: int = 0
+
+    def is_windowed(self, tokens: int) -> bool:
+        """Whether some layers look back over less than so many tokens."""
+        return self.window_layers > 0 and tokens > self.window_tokens
+
+    @property
+    def window_note(self) -> str:
+        """For people: what is counted too much beyond the window."""
+        return (
+            f"{self.window_layers} of the {self.num_layers} layers look back {self.window_tokens:,} tokens only; KV and attention of longer "
+            "contexts are counted as if all looked back over all of it, which is too much"
+        )
 
     @property
     def attention_params(self) -> int:
@@ -199,11 +214,22 @@ SHAPES: dict[str, ModelShape] = {
         ),
         ModelShape("phi-4", 40, 5120, 40, 10, 128, 17920, 100352, max_context_tokens=16384),
         ModelShape("gemma-7b", 28, 3072, 16, 16, 256, 24576, 256000, tied_embeddings=True, max_context_tokens=8192),
-        # Half of Gemma 2's layers look back 4,096 tokens only, five of six of Gemma 3's 1,024: KV of longer contexts counts too much here.
-        ModelShape("gemma-2-9b", 42, 3584, 16, 8, 256, 14336, 256000, tied_embeddings=True, max_context_tokens=8192),
-        ModelShape("gemma-2-27b", 46, 4608, 32, 16, 128, 36864, 256000, tied_embeddings=True, max_context_tokens=8192),
-        ModelShape("gemma-3-12b", 48, 3840, 16, 8, 256, 15360, 262208, tied_embeddings=True, max_context_tokens=_128K),
-        ModelShape("gemma-3-27b", 62, 5376, 32, 16, 128, 21504, 262208, tied_embeddings=True, max_context_tokens=_128K),
+        ModelShape(
+            "gemma-2-9b", 42, 3584, 16, 8, 256, 14336, 256000, tied_embeddings=True, max_context_tokens=8192,
+            window_tokens=4096, window_layers=21,
+        ),
+        ModelShape(
+            "gemma-2-27b", 46, 4608, 32, 16, 128, 36864, 256000, tied_embeddings=True, max_context_tokens=8192,
+            window_tokens=4096, window_layers=23,
+        ),
+        ModelShape(
+            "gemma-3-12b", 48, 3840, 16, 8, 256, 15360, 262208, tied_embeddings=True, max_context_tokens=_128K,
+            window_tokens=1024, window_layers=40,
+        ),
+        ModelShape(
+            "gemma-3-27b", 62, 5376, 32, 16, 128, 21504, 262208, tied_embeddings=True, max_context_tokens=_128K,
+            window_tokens=1024, window_layers=52,
+        ),
         ModelShape("mixtral-8x7b", 32, 4096, 32, 8, 128, 14336, 32000, num_experts=8, experts_per_token=2, max_context_tokens=32768),
         ModelShape("mixtral-8x22b", 56, 6144, 48, 8, 128, 16384, 32768, num_experts=8, experts_per_token=2, max_context_tokens=65536),
         ModelShape(

@@ -216,6 +216,8 @@ def _flips(plan: Plan) -> str:
 def _notes(plan: Plan) -> str:
     best = plan.chosen.best
     notes = [f"note: {note}" for note in plan.question.load.trace.notes]
+    if plan.question.shape.is_windowed(plan.question.load.longest_tokens):
+        notes.append(f"note: {plan.question.shape.window_note}")
     notes.append(
         f"{plan.screened} plans screened, {plan.runs} simulations of {LEAST_REQUESTS} to about {plan.question.requests:,} requests, "
         f"{plan.cut} of which ended early, when too many had missed"

@@ -13,6 +13,7 @@ import pytest
 from bench import perf_check
 from disagg.config import SimulatedSettings
 from disagg.perf.hardware import find_device
+from disagg.perf.model_config import dtype_in_name
 from disagg.sim.closed_loop import Served, closed_loop, open_loop
 
 SETTINGS = SimulatedSettings(shape="llama-3.1-8b", gpu="h100", tp=1)
@@ -126,4 +127,4 @@ def test_kernels_of_another_device_under_the_own_peaks() -> None:
 
 def test_what_a_model_name_says_of_its_weights() -> None:
     names = ("Qwen2.5-7B-Instruct-GPTQ-Int8", "Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen3-8B-AWQ", "Qwen3-8B-FP8", "Qwen3-8B")
-    assert [perf_check.dtype_in_name(name) for name in names] == ["int8", "int4", "awq", "fp8", "bf16"]
+    assert [dtype_in_name(name) for name in names] == ["int8", "int4", "awq", "fp8", "bf16"]
