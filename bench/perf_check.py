@@ -5,13 +5,14 @@
 Reads from DIR, which is not part of this repository:
 
 - measured_*.csv, as AIConfigurator publishes them: fixed lengths on one engine, by so many clients or at so many requests/s (columns
-  system, model_path, precision, isl, osl, concurrency or request_rate, tp_size, silicon_ttft_ms, silicon_tpot_ms, all means; other names:
-  COLUMNS, written in any case, and times in s as well as in ms where the column's name ends so). Without precision it is what the model's
-  name says, else bf16; without tp_size it is gpus, else 1. What any row names of a GPU, a model or a type is found by its usual spellings;
-  a row that cannot be simulated is left out, with the reason. `--table FILE` reads one table of any name. The tables do not say how the
-  client was set up: 10 requests for each client, lengths within 20 % (fixed ones would keep requests in lockstep, which the measured TTFTs
-  rule out), prompts in steps of 8,192 tokens (vLLM's own choice on large GPUs), KV in fp8 where the weights are (several rows would not
-  fit otherwise) and no column kv_dtype says another.
+  system, model_path, precision, isl, osl, concurrency or request_rate, tp_size, silicon_ttft_ms, silicon_tpot_ms, all means; other
+  headings, units and separators: perf_tables.py). Without precision it is what the model's name says, else bf16; without tp_size it is
+  gpus, else what the GPU's name says (8xH100), else 1. What any row names of a GPU, a model or a type is found by its usual spellings; a
+  row that cannot be simulated (pipeline or data parallelism, experts over more devices than tensors) is left out, with the reason.
+  Whatever engine was measured, vLLM is computed. `--table FILE` reads one table of any name. The tables do not say how the client was set
+  up: 10 requests for each client, lengths within 20 % (fixed ones would keep requests in lockstep, which the measured TTFTs rule out),
+  prompts in steps of 8,192 tokens (vLLM's own choice on large GPUs), KV in fp8 where the weights are (several rows would not fit
+  otherwise) and no column kv_dtype says another.
 - vllm_requests/GPU_MODEL_requests.csv: one open run, request by request, replayed at its own arrivals (--step-tokens, --max-seqs).
 
 `--as GPU=KIN` computes GPU with the kernel constants that were fitted on KIN: what to expect of devices that nobody fitted.
@@ -25,19 +26,19 @@ import argparse
 import csv
 import itertools
 import json
-import math
 import random
 import re
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from disagg.config import SimulatedSettings
+from bench.perf_tables import above_zero, table_rows
+from disagg.config import SimulatedSettings, validated
 from disagg.errors import ConfigError
 from disagg.perf.hardware import DEVICES, Device, Dtype, find_device
 from disagg.perf.model_config import dtype_in_name, find_dtype
@@ -47,25 +48,6 @@ from disagg.sim.closed_loop import Served, closed_loop, open_loop
 REQUESTS_PER_CLIENT = 10
 SPREAD = 0.2
 OVERHEAD_S = 0.010
-_TTFT = ("silicon_ttft", "ttft", "mean_ttft", "ttft_mean", "avg_ttft", "ttft_avg", "time_to_first_token", "mean_time_to_first_token")
-_TPOT = ("silicon_tpot", "tpot", "mean_tpot", "tpot_mean", "avg_tpot", "tpot_avg", "time_per_output_token", "mean_time_per_output_token",
-         "itl", "mean_itl", "itl_mean", "avg_itl", "inter_token_latency", "mean_inter_token_latency")  # fmt: skip
-COLUMNS = {  # what a column is called here: what tables call it, in lower case and with _ between words
-    "system": ("system", "gpu", "device", "gpu_name", "gpu_type", "accelerator", "hardware"),
-    "model_path": ("model_path", "model", "model_name", "model_id"),
-    "isl": ("isl", "input_tokens", "input_len", "input_length", "prompt_tokens", "prompt_len", "random_input_len", "mean_input_tokens"),
-    "osl": ("osl", "output_tokens", "output_len", "output_length", "completion_tokens", "random_output_len", "mean_output_tokens"),
-    "silicon_ttft_ms": tuple(f"{name}_ms" for name in _TTFT),
-    "silicon_tpot_ms": tuple(f"{name}_ms" for name in _TPOT),
-}
-OPTIONAL = {
-    "precision": ("precision", "gemm_quant_mode", "dtype", "weight_dtype", "quantization", "quant"),
-    "concurrency": ("concurrency", "clients", "max_concurrency", "batch_size", "num_clients", "users"),
-    "request_rate": ("request_rate", "rate", "qps", "rps", "request_rate_rps"),
-    "tp_size": ("tp_size", "tp", "tensor_parallel_size", "tensor_parallel", "tp_degree", "gpus", "num_gpus"),
-    "kv_dtype": ("kv_dtype", "kv_cache_dtype", "kvcache_quant_mode"),
-}
-_ONE_ONLY = ("pp_size", "pp", "dp", "dp_size", "attention_dp_size", "pipeline_parallel_size", "data_parallel_size")
 OPEN_REQUESTS = 400  # of a row that says a rate
 CLOSED_STEP_TOKENS = 8192
 
@@ -88,86 +70,46 @@ def closed_rows(path: Path) -> Iterable[Compared]:
     """Two figures for each row of a table that can be simulated; a row that cannot is said on standard error."""
     for row in table_rows(path):
         load = f"x{row['concurrency'].removesuffix('.0')}" if row["concurrency"] else f"at {row['request_rate']}/s"
-        case = (
-            f"{row['model_path']} {row['precision']} {row['system']} tp{row['tp_size'].removesuffix('.0')} {row['isl']}/{row['osl']} {load}"
-        )
+        engine = f" {row['engine']}" if row["engine"].lower() not in ("", "vllm") else ""
+        tp, lengths = row["tp_size"].removesuffix(".0"), f"{row['isl']}/{row['osl']}"
+        case = f"{row['model_path']} {row['precision']} {row['system']}{engine} tp{tp} {lengths} {load}"
         try:
-            ttft_ms, tpot_ms = (above_zero(row, key) for key in ("silicon_ttft_ms", "silicon_tpot_ms"))
+            ttft_ms = above_zero(row, "silicon_ttft_ms")
+            tpot_ms = above_zero(row, "silicon_tpot_ms") if above_zero(row, "osl") > 1 else None
             served = simulate_row(row)
         except (ConfigError, AssertionError) as error:
             print(f"left out: {case}: {error}", file=sys.stderr)
             continue
-        yield Compared(case, "ttft", ttft_ms, 1e3 * statistics.mean(s.ttft_s for s in served))
-        yield Compared(case, "tpot", tpot_ms, 1e3 * statistics.mean(_tpots(served)))
+        yield Compared(case, "ttft", ttft_ms, 1e3 * _middle(row, "silicon_ttft_ms", [s.ttft_s for s in served]))
+        if tpot_ms is not None and (tpots := _tpots(served)):
+            yield Compared(case, "tpot", tpot_ms, 1e3 * _middle(row, "silicon_tpot_ms", tpots))
 
 
-def table_rows(path: Path) -> Iterable[dict[str, str]]:
-    """Rows of a table with the columns' names as here, times in ms. Raises ConfigError where one is missing."""
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        table = csv.DictReader(file, skipinitialspace=True)
-        given = [_plain(name) for name in table.fieldnames or ()]
-        table.fieldnames = given
-        named = {ours: next((name for name in theirs if name in _in_ms(given)), None) for ours, theirs in (COLUMNS | OPTIONAL).items()}
-        missing = [f"{ours} (or {', '.join(theirs[1:])})" for ours, theirs in COLUMNS.items() if named[ours] is None]
-        if named["concurrency"] is None and named["request_rate"] is None:
-            missing.append(f"concurrency (or {', '.join((*OPTIONAL['concurrency'][1:], *OPTIONAL['request_rate']))})")
-        if missing:
-            raise ConfigError(key=f"{path.name}: columns", value=", ".join(given), expected=f"also {'; '.join(missing)}")
-        for row in table:
-            ours = {key: "" if name is None else _value(row, name) for key, name in named.items()}
-            ours["precision"] = ours["precision"] or dtype_in_name(ours["model_path"])
-            yield {**{key: value or "" for key, value in row.items() if key}, **ours, "tp_size": ours["tp_size"] or "1"}
+def _middle(row: Mapping[str, str], key: str, values: Sequence[float]) -> float:
+    """What the table gives of `key`: a mean, or a median."""
+    return statistics.median(values) if key in row["medians"] else statistics.mean(values)
 
 
-def _plain(name: str) -> str:
-    """ "Mean TTFT (ms)" as mean_ttft_ms."""
-    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
-
-
-def _in_ms(given: Sequence[str]) -> set[str]:
-    """The columns that there are, with those in seconds under the names that they would have in ms."""
-    return {*given, *(re.sub(r"_(s|sec|seconds)$", "_ms", name) for name in given)}
-
-
-def _value(row: dict[str, str], name: str) -> str:
-    """Of column `name`, in ms where the row has it in seconds."""
-    if name in row:
-        return (row[name] or "").strip()
-    text = next(row[found] for unit in ("s", "sec", "seconds") if (found := f"{name.removesuffix('ms')}{unit}") in row)
-    try:
-        return str(1e3 * float(text))
-    except (TypeError, ValueError):
-        return (text or "").strip()
-
-
-def above_zero(row: dict[str, str], key: str) -> float:
-    """Raises ConfigError for anything but a number above 0."""
-    try:
-        value = float(row[key])
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ConfigError(key=key, value=row[key], expected="a number above 0")
-    return value
-
-
-def simulate_row(row: dict[str, str]) -> list[Served]:
-    """What one row of a table is predicted to be."""
-    for key in _ONE_ONLY:
+def simulate_row(row: Mapping[str, str]) -> list[Served]:
+    """What one row of a table is predicted to be. Raises ConfigError for what cannot be simulated."""
+    for key in ("pp_size", "dp_size"):
         if row.get(key) and above_zero(row, key) != 1:
             raise ConfigError(key=key, value=row[key], expected="1: only tensor parallelism is modelled")
     inputs, outputs, tp = (round(above_zero(row, key)) for key in ("isl", "osl", "tp_size"))
+    if row.get("ep_size") and above_zero(row, "ep_size") > tp:
+        raise ConfigError(key="ep_size", value=row["ep_size"], expected=f"at most tp_size, {tp}: only tensor parallelism is modelled")
     dtype = _dtype(row["precision"], "precision")
     kv = _dtype(row["kv_dtype"], "kv_dtype") if row.get("kv_dtype") not in (None, "", "auto") else "fp8" if dtype == "fp8" else "bf16"
-    settings = SimulatedSettings(
-        gpu=find_device(row["system"]).name,
-        shape=find_shape(row["model_path"]).name,
-        tp=tp,
-        dtype=dtype,
-        kv_dtype=kv,
-        max_num_batched_tokens=CLOSED_STEP_TOKENS,
-        max_model_len=2 * (inputs + outputs),
-    )
+    given = {
+        "gpu": find_device(row["system"]).name,
+        "shape": find_shape(row["model_path"]).name,
+        "tp": tp,
+        "dtype": dtype,
+        "kv_dtype": kv,
+        "max_num_batched_tokens": CLOSED_STEP_TOKENS,
+        "max_model_len": 2 * (inputs + outputs),
+    }
+    settings = validated(SimulatedSettings, given, "row")
     if row.get("concurrency"):
         clients = round(above_zero(row, "concurrency"))
         return closed_loop(settings, inputs, outputs, clients, clients * REQUESTS_PER_CLIENT, spread=SPREAD, overhead_s=OVERHEAD_S)

@@ -139,6 +139,8 @@ class Device:
 _NVLINK3 = Fabric(4.73 * _US, 0.146 * _US, 6.3 * _US, 182e9)
 _NVLINK4 = Fabric(4.41 * _US, 0.049 * _US, 3.13 * _US, 310e9)
 _NVLINK5 = Fabric(4.41 * _US, 0.049 * _US, 3.13 * _US, 620e9)  # twice NVLink 4
+_NVLINK3_400 = replace(_NVLINK3, bandwidth=_NVLINK3.bandwidth * 400 / 600)  # A800
+_NVLINK4_400 = replace(_NVLINK4, bandwidth=_NVLINK4.bandwidth * 400 / 900)  # H800
 _PCIE5 = Fabric(13.0 * _US, 0.0, 2.0 * _US, 36e9)  # two cards: 13 us, 8.4 MB in 241 us
 _PCIE4 = Fabric(13.0 * _US, 0.0, 2.0 * _US, 18e9)  # half of it
 
@@ -226,13 +228,16 @@ DEVICES |= {
     d.name: d
     for d in (
         _like("a100", "a100-40gb", 40960, 1.555e12, 312, 312),
+        _like("a100", "a800", 81920, 2.04e12, 312, 312, _NVLINK3_400),
         _like("a100", "a10", 23028, 600e9, 125, 125, _PCIE4),
         _like("h100", "h100-pcie", 81559, 2.04e12, 756, 1513, _PCIE5),
         _like("h100", "h100-nvl", 95830, 3.9e12, 835, 1671, _PCIE5),
         _like("h100", "gh200", 97871, 4.0e12, 989, 1979),
+        _like("h100", "h800", 81559, 3.35e12, 989, 1979, _NVLINK4_400),
         _like("h200", "h20", 97871, 4.0e12, 148, 296),
         _like("b200", "gb200", 189471, 8.0e12, 2500, 5000),
         _like("b200", "b300", 275040, 8.0e12, 2250, 4500),
+        _like("b200", "gb300", 275040, 8.0e12, 2500, 5000),
         _like("l40s", "l40", 46068, 864e9, 181, 362),
         _like("l40s", "l4", 23034, 300e9, 121, 242),
         _like("rtx-4090", "rtx-6000-ada", 49140, 960e9, 364.2, 728.5),
@@ -248,7 +253,7 @@ _VARIANTS = (
     (re.compile(r"6000.*\bada\b"), "rtx-6000-ada"),
 )
 _NOISE = re.compile(
-    r"nvidia|geforce|tesla|blackwell|hopper|ada|generation|server|workstation|edition|max-?q|sxm\d?|hgx|dgx|pcie|nvl(?:ink|\d+)?"
+    r"nvidia|geforce|tesla|blackwell|grace|hopper|ada|generation|server|workstation|edition|max-?q|sxm\d?|hgx|dgx|pcie|nvl(?:ink|\d+)?"
     r"|hbm\d?e?|\d+ ?gi?b?\b"
 )
 

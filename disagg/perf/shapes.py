@@ -75,8 +75,8 @@ class ModelShape:
     def window_note(self) -> str:
         """For people: what is counted too much beyond the window."""
         return (
-            f"{self.window_layers} of the {self.num_layers} layers look back {self.window_tokens:,} tokens only; KV and attention of longer "
-            "contexts are counted as if all looked back over all of it, which is too much"
+            f"{self.window_layers} of the {self.num_layers} layers look back {self.window_tokens:,} tokens only; KV and attention of "
+            "longer contexts are counted as if all looked back over all of it, which is too much"
         )
 
     @property

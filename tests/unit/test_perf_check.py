@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from bench import perf_check
+from bench.perf_tables import table_rows
 from disagg.config import SimulatedSettings
+from disagg.errors import ConfigError
 from disagg.perf.hardware import find_device
 from disagg.perf.model_config import dtype_in_name
 from disagg.sim.closed_loop import Served, closed_loop, open_loop
@@ -110,7 +112,7 @@ def test_headings_for_people_times_in_seconds_and_what_a_row_may_leave_out(tmp_p
         "\ufeffGPU Name,Model Name,Input Length,Output Length,Request Rate,Mean TTFT (s),Mean TPOT (ms)\n"
         "NVIDIA L40S,Qwen/Qwen3-8B-FP8,64,8,2,0.5,20\n"
     )
-    (row,) = perf_check.table_rows(path)
+    (row,) = table_rows(path)
     assert [row[key] for key in ("precision", "tp_size", "silicon_ttft_ms", "silicon_tpot_ms")] == ["fp8", "1", "500.0", "20"]
     assert [c.case for c in perf_check.closed_rows(path)] == ["Qwen/Qwen3-8B-FP8 fp8 NVIDIA L40S tp1 64/8 at 2/s"] * 2
     served = perf_check.simulate_row(row)
@@ -128,3 +130,68 @@ def test_kernels_of_another_device_under_the_own_peaks() -> None:
 def test_what_a_model_name_says_of_its_weights() -> None:
     names = ("Qwen2.5-7B-Instruct-GPTQ-Int8", "Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen3-8B-AWQ", "Qwen3-8B-FP8", "Qwen3-8B")
     assert [dtype_in_name(name) for name in names] == ["int8", "int4", "awq", "fp8", "bf16"]
+
+
+TABLES = {
+    "semicolons, seconds, thousands, a count before the GPU": (
+        "GPU;Engine;Model;ISL;OSL;Conc;TTFT mean [s];ITL (ms)\n8xH100 SXM;TRT-LLM;Qwen/Qwen3-32B-FP8;1,024;128;4;0.2028;9,850.5 us\n",
+        {"system": "H100 SXM", "tp_size": "8", "isl": "1024", "precision": "fp8", "engine": "TRT-LLM", "concurrency": "4",
+         "silicon_ttft_ms": "202.8", "silicon_tpot_ms": "9.8505"},
+    ),
+    "tabs, lengths in one cell, ways to be parallel in another, tokens/s in the place of their time": (
+        "# of somewhere\nhw\tmodel\tISL/OSL\tparallel\tqps\tP50 TTFT ms\tP99 TTFT ms\ttok/s/user\n"
+        "b200\tdeepseek-v3\t1k / 8k\tTP8EP8\t2\t180\t900\t50\n",
+        {"isl": "1024", "osl": "8192", "tp_size": "8", "ep_size": "8", "request_rate": "2", "silicon_ttft_ms": "180",
+         "silicon_tpot_ms": "20.0", "medians": "silicon_ttft_ms"},
+    ),
+    "means before medians, what is predicted beside what was measured": (
+        "system,model,isl,osl,concurrency,predicted_ttft_ms,p99_ttft_ms,median_ttft_ms,mean_ttft_ms,tpot_ms,itl_ms,gpu_util\n"
+        "h200,m,10,10,1,1,2,3,4,5,6,97%\n",
+        {"silicon_ttft_ms": "4", "silicon_tpot_ms": "5", "medians": ""},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_of_other_tools_are_read(name: str, tmp_path: Path) -> None:
+    text, expected = TABLES[name]
+    (tmp_path / "t.csv").write_text(text)
+    (row,) = table_rows(tmp_path / "t.csv")
+    for key, value in expected.items():
+        assert row[key] == value or float(row[key]) == pytest.approx(float(value)), key
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"pp_size": "2"}, "pp_size: got '2', expected 1"),
+        ({"attention_dp_size": "8"}, "dp_size: got '8', expected 1"),
+        ({"moe_ep_size": "4"}, "ep_size: got '4', expected at most tp_size, 1"),
+        ({"concurrency": "many"}, "concurrency: got 'many', expected a number above 0"),
+        ({"silicon_ttft_ms": "n/a"}, "silicon_ttft_ms: got 'n/a', expected a number above 0"),
+        ({"silicon_tpot_ms": "12%"}, "silicon_tpot_ms: got '12%', expected a number above 0"),
+        ({"tp_size": "0.2"}, "row: tp"),
+        ({"precision": "nvfp4"}, "one of bf16, fp8, int4, int8"),
+        ({"system": "MI300X"}, "unknown device 'MI300X'"),
+    ],
+)
+def test_rows_that_cannot_be_simulated_say_why(
+    change: dict[str, str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "t.csv", [{**ROW, "silicon_ttft_ms": "30", "silicon_tpot_ms": "9", **change}])
+    assert list(perf_check.closed_rows(tmp_path / "t.csv")) == []
+    assert said in capsys.readouterr().err
+
+
+def test_a_row_of_one_output_token_has_no_time_per_token(tmp_path: Path) -> None:
+    write(tmp_path / "t.csv", [{**ROW, "osl": "1", "silicon_ttft_ms": "30", "silicon_tpot_ms": ""}])
+    assert [c.figure for c in perf_check.closed_rows(tmp_path / "t.csv")] == ["ttft"]
+
+
+def test_a_latency_without_a_unit_is_asked_for_one(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("gpu,model,isl,osl,concurrency,ttft,tpot_ms\nh100,m,1,1,1,1,1\n")
+    with pytest.raises(ConfigError, match="ttft_ms or ttft_s"):
+        list(table_rows(tmp_path / "t.csv"))
+    (tmp_path / "t.csv").write_text("")
+    with pytest.raises(ConfigError, match="expected also system"):
+        list(table_rows(tmp_path / "t.csv"))
