@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,14 +51,12 @@ def limits(
     from disagg.perf.limits import BATCHES, find_limits
     from disagg.perf.limits_text import limits_json, limits_text
     from disagg.perf.links import USUAL_LINKS, find_link
-    from disagg.perf.model_config import find_dtype
+    from disagg.perf.model_config import find_kv_dtype
 
     device = _device(gpu)
     shape, weights_dtype = _shape(model, dtype, weights_gb)
-    cache_dtype = find_dtype(kv_dtype, "--kv-dtype")
-    if cache_dtype == "int4":
-        raise ConfigError(key="--kv-dtype", value=kv_dtype, expected="bf16, fp8 or int8")
-    if tpot_ms is not None and not tpot_ms > 0:
+    cache_dtype = find_kv_dtype(kv_dtype)
+    if tpot_ms is not None and not 0 < tpot_ms < math.inf:
         raise ConfigError(key="--tpot-ms", value=tpot_ms, expected="a number above 0")
     sizes = _sizes(shape, weights_dtype, cache_dtype, tp, weights_gb, kv_mib_per_token)
     page = find_limits(
@@ -112,6 +111,8 @@ def find_model(model: str, dtype: Dtype | None = None) -> tuple[ModelShape, Dtyp
     from disagg.perf.shapes import find_shape
 
     path = Path(model).expanduser()
+    if not model:
+        raise ConfigError(key="MODEL", value=model, expected="a bundled model, a config.json or a folder with one")
     if not path.exists() and (path.suffix == ".json" or path.is_absolute() or model.startswith((".", "~"))):
         raise ConfigError(key="MODEL", value=model, expected="a bundled model, a config.json or a folder with one: nothing is there")
     if path.exists():
@@ -131,10 +132,10 @@ def _sizes(
             raise ConfigError(key="--kv-mib-per-token", value=kv_mib_per_token, expected="nothing beside MODEL, whose KV is known")
         return sizes_of(shape, dtype, kv_dtype, tp)
     assert weights_gb is not None
-    if not weights_gb > 0:
+    if not 0 < weights_gb < math.inf:
         raise ConfigError(key="--weights-gb", value=weights_gb, expected="a number above 0")
     kv_gb = kv_mib_per_token or 0.0
-    if kv_gb < 0:
+    if not 0 <= kv_gb < math.inf:
         raise ConfigError(key="--kv-mib-per-token", value=kv_gb, expected="0 or more")
     return Bytes(weights=weights_gb * 1e9, kv_per_token=kv_gb / 1024 * 1e9, params=weights_gb * 1e9 / DTYPE_BYTES[dtype])
 

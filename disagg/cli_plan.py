@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -164,18 +165,15 @@ def _question(
     link: str | None,
 ) -> Question:
     from disagg.cli_limits import find_model
-    from disagg.errors import ConfigError
     from disagg.perf.hardware import find_device
     from disagg.perf.links import USUAL_LINK, find_link
-    from disagg.perf.model_config import find_dtype
+    from disagg.perf.model_config import find_dtype, find_kv_dtype
     from disagg.perf.speculative import parse_speculation
     from disagg.plan.question import Question
 
     shape, dtype = find_model(model, find_dtype(quantization, "--quantization") if quantization else None)
     path = Path(model).expanduser()
-    kv = find_dtype(kv_dtype, "--kv-dtype")
-    if kv == "int4":
-        raise ConfigError(key="--kv-dtype", value=kv_dtype, expected="bf16, fp8 or int8")
+    kv = find_kv_dtype(kv_dtype)
     return Question(
         shape=shape,
         shape_ref=str(path.resolve()) if path.exists() else shape.name,
@@ -249,13 +247,21 @@ def _class(text: str) -> SloClass:
         return SloClass.model_validate(name)
     parts = [part.strip() for part in targets.split("/")]
     try:
-        values = [None if part in ("", "-") else float(part) for part in parts]
+        values = [None if part in ("", "-") else finite(part) for part in parts]
     except ValueError:
         values = []
     if not name or len(values) != 2:
         raise ConfigError(key="--slo", value=text, expected="NAME=TTFT/TPOT in ms, such as chat=500/50, with - for no target")
     base = {"preset": name} if name in PRESETS else {"name": name, "if_missed": "reject"}
     return validated(SloClass, {**base, "ttft_ms": values[0], "tpot_ms": values[1]}, "--slo")
+
+
+def finite(text: str) -> float:
+    """Raises ValueError for what is not a finite number."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
 
 
 def _load(workload: str, classes: tuple[SloClass, ...], traces: Path | None, seed: int | None, context: int) -> Load:

@@ -26,6 +26,7 @@ from typing import Literal
 from disagg.errors import ConfigError, nearest
 
 Dtype = Literal["bf16", "fp8", "int8", "int4"]
+KvDtype = Literal["bf16", "fp8", "int8"]
 
 _TERA = 1e12
 _MIB = 1 << 20

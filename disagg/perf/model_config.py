@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.errors import ConfigError
-from disagg.perf.hardware import Dtype
+from disagg.perf.hardware import Dtype, KvDtype
 from disagg.perf.shapes import Mla, ModelShape, find_shape
 
 # Keys of models whose layers are not all attention over the whole context: their speed and memory follow other formulas.
@@ -76,6 +76,14 @@ def find_dtype(name: str, key: str = "dtype") -> Dtype:
     if name.lower() not in _DTYPES:
         raise ConfigError(key=key, value=name, expected=f"one of {', '.join(sorted(set(_DTYPES.values())))}")
     return _DTYPES[name.lower()]
+
+
+def find_kv_dtype(name: str, key: str = "--kv-dtype") -> KvDtype:
+    """The same for a KV cache, of which there is none in int4. Raises ConfigError."""
+    found = _DTYPES.get(name.lower())
+    if found is None or found == "int4":
+        raise ConfigError(key=key, value=name, expected="bf16, fp8 or int8")
+    return found
 
 
 def dtype_in_name(model: str) -> str:

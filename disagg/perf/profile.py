@@ -19,6 +19,7 @@ from disagg.errors import ConfigError
 from disagg.perf.roofline import PrefillChunk
 
 VERSION = 1
+_JSON_KINDS = {str: "string", dict: "object", int: "integer", float: "number"}
 
 
 class StepTimes(Protocol):
@@ -135,7 +136,30 @@ def load_profile(path: str | Path) -> Profile:
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(key=f"{file}: steps", value=raw["steps"], expected=f"the coefficients of a step ({error})") from error
     check_physical(steps, f"{file}: steps")
+    _check_fields(raw, str(file))
     return Profile(**{**{k: v for k, v in raw.items() if k != "version"}, "steps": steps})
+
+
+def _check_fields(raw: dict[str, Any], where: str) -> None:
+    """Raises ConfigError for the first field that is not of its kind."""
+    for name in ("kv_cache_tokens", "block_tokens", "kv_bytes_per_token"):
+        if not (isinstance(raw[name], int) and raw[name] > 0):
+            raise ConfigError(key=f"{where}: {name}", value=raw[name], expected="a positive integer")
+    if raw["link_bandwidth"] is not None and not (isinstance(raw["link_bandwidth"], int | float) and raw["link_bandwidth"] > 0):
+        raise ConfigError(key=f"{where}: link_bandwidth", value=raw["link_bandwidth"], expected="bytes/s above 0, or null")
+    is_latency = isinstance(raw["link_latency_s"], int | float) and raw["link_latency_s"] >= 0
+    if (raw["link_bandwidth"] is None) != (raw["link_latency_s"] is None) or not (is_latency or raw["link_latency_s"] is None):
+        raise ConfigError(key=f"{where}: link_latency_s", value=raw["link_latency_s"], expected="seconds, or null where link_bandwidth is")
+    for name, kind in (
+        ("model", str),
+        ("hardware", str),
+        ("measured_at", str),
+        ("args", dict),
+        ("num_steps", int),
+        ("median_error", float),
+    ):
+        if not isinstance(raw[name], (int, float) if kind is float else kind):
+            raise ConfigError(key=f"{where}: {name}", value=raw[name], expected=f"a JSON {_JSON_KINDS[kind]}")
 
 
 def check_physical(steps: StepCoefficients, where: str) -> None:

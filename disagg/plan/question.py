@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
 from disagg.config import SimulatedSettings
 from disagg.engine.simulated_timing import step_model
 from disagg.errors import ConfigError
-from disagg.perf.hardware import Device, Dtype
+from disagg.perf.hardware import Device, Dtype, KvDtype
 from disagg.perf.limits import find_limits, sizes_of
 from disagg.perf.links import Link
-from disagg.perf.memory import kv_capacity_tokens
+from disagg.perf.memory import kv_capacity_tokens, rank_kv_bytes_per_token
 from disagg.perf.profile import Profile, StepTimes
 from disagg.perf.roofline import PrefillChunk
 from disagg.perf.shapes import ModelShape
@@ -28,7 +27,6 @@ LEAST_REQUESTS = 400  # of a simulation
 _SETTLED = 2.5  # mean answers that a simulation lasts
 _SLOW_TOKEN_S = 0.1  # where no target is given
 _USUAL_PACE = 0.7  # of a target, that tokens come at
-KvDtype = Literal["bf16", "fp8", "int8"]
 
 
 @dataclass(frozen=True)
@@ -78,10 +76,9 @@ class Question:
         """Whether the profile is of workers on `device`."""
         return self.profile is not None and device == self.device
 
-    @property
-    def wire_bytes_per_token(self) -> int:
-        """Of one token's KV between two workers, all ranks together."""
-        return self.profile.kv_bytes_per_token if self.profile else self.shape.kv_bytes_per_token(self.kv_dtype)
+    def wire_bytes_per_token(self, tp: int) -> int:
+        """Of one token's KV between two workers over `tp` links, copies that ranks keep (more of them than KV heads; MLA) included."""
+        return self.profile.kv_bytes_per_token if self.profile else tp * rank_kv_bytes_per_token(self.shape, tp, self.kv_dtype)
 
     def requests_at(self, rate_rps: float) -> int:
         """What a simulation at that rate sends: for so long that the cluster fills, and answers of its full state come to their end."""
@@ -142,8 +139,10 @@ class Question:
             expected = f"degrees that divide the {self.shape.num_heads} heads and {self.shape.num_kv_heads} KV heads of {self.shape.name}"
             raise ConfigError(key="tp", value=list(wanted), expected=expected)
         fitting = tuple(d for d in possible if self.kv_tokens(device, d) >= self.load.longest_tokens)
-        if not fitting or min(fitting) > self.gpus:
+        if not fitting or (min(fitting) > self.gpus and not self.degrees):
             self._does_not_fit(device, possible)
+        if min(fitting) > self.gpus:
+            raise ConfigError(key="tp", value=list(self.degrees), expected=f"degrees up to {self.gpus}, the GPUs that there are")
         return tuple(d for d in fitting if d <= self.gpus)
 
     def _measured_degree(self, profile: Profile) -> tuple[int, ...]:

@@ -179,8 +179,9 @@ class Screen:
     def _hand_over(self, prefill: PoolPlan, decode: PoolPlan, rate_rps: float) -> Numbers | None:
         """Seconds by which the move of each prompt's last chunk delays its second token; None when the links cannot keep up."""
         s = self.load.sample
-        kv_bytes = self.question.wire_bytes_per_token
-        bandwidth = self.question.link.usable * min(prefill.tp, decode.tp)
+        links = min(prefill.tp, decode.tp)
+        kv_bytes = self.question.wire_bytes_per_token(links)
+        bandwidth = self.question.link.usable * links
         busy = rate_rps * float(np.mean(s.inputs)) * kv_bytes / (bandwidth * min(prefill.count, decode.count))
         if busy >= FULL:
             return None

@@ -111,7 +111,7 @@ class _Sizing:
             if served < _UNTROUBLED:
                 break
             rate_rps *= 1.4
-        return carried
+        return min(carried, self._trials.most_rps(plan.candidate))
 
     def _walk(self, gpus: int, step: int, least: int, rate_rps: float) -> Size | None:
         """Down while it holds, up until it does."""
@@ -136,6 +136,8 @@ class _Sizing:
         except ConfigError:
             return None
         for each in ranked[:2]:
+            if self._trials.most_rps(each.candidate) < rate_rps:
+                continue
             self._say(f"simulating {each.candidate.name} at {rate_rps:.1f} requests/s")
             figures = self._trials.at(each.candidate, rate_rps, may_cut=True)
             if figures.attainment >= question.level:

@@ -19,6 +19,7 @@ from typing import Any
 from disagg.config import SloClass
 from disagg.plan.candidate import Candidate, topology_of
 from disagg.plan.question import Question
+from disagg.plan.screen import Screen
 from disagg.sim.cluster import Simulation
 from disagg.sim.outcome import Outcome, SimReport
 from disagg.sim.settings import SimSettings
@@ -28,9 +29,17 @@ Mapped = Callable[..., Iterable[Any]]  # `map`, or one that shares the calls out
 WARM_UP = 0.35  # of the requests, at the beginning
 _STEPS_UP = ((1.0, 1.8), (0.99, 1.4), (0.95, 1.15), (0.0, 1.08))  # (share at least, factor) from a rate that holds to the next one
 _COLLAPSED = 0.5
+_FURTHEST = 3.0  # down at once
+_FURTHEST_CUT = 1.5  # after a run that ended early: it saw its worst part
 _CLEARLY = 1.25  # times as many as may be must have missed for a run to end early: where it is close, by how much must be exact
-_STRAIGHT = 4  # tolerances between two rates, at most, for a line between their shares to tell where it crosses the level
+# Tolerances between two rates, at most, for a line between their shares to tell where it crosses the level; fewer where the share falls off
+# a cliff, which a line knows nothing of.
+_STRAIGHT = 4
+_STEEP = 2
+_CLIFF = 0.9  # of the level
 _MOST_RUNS = 16  # for one plan's goodput
+_CLOSE = 0.04  # a share so little below the level may be chance, of fewer counted requests than
+_MANY = 500
 _BUSY = 0.9  # share of its time from which on a pool is the limit
 TIMEOUT_S = 1800.0
 _FIRST = ("ttft", "refused_ttft")
@@ -87,7 +96,7 @@ class Trial:
         """What limits it, in a few words: which target is missed, by how many, and how busy the pool behind it is then."""
         at = self.beyond
         if at is None:
-            return "nothing found: no rate that was tried is too high"
+            return "its workers' time, by the formulas: no target is missed at the highest rate that they could carry"
         shares = {what: count / at.counted for what, count in at.missed.items() if count}
         first, second = (sum(shares.get(what, 0.0) for what in kind) for kind in (_FIRST, _NEXT))
         first_pool, next_pool = ("colocated", "colocated") if "colocated" in at.busy else ("prefill", "decode")
@@ -110,13 +119,17 @@ class Trials:
         self.question = question
         self.num_runs = 0
         self.num_cut = 0
-        self._kept: dict[tuple[Candidate, float, bool], Figures] = {}
+        self._screen = Screen(question)
+        self._kept: dict[tuple[Candidate, float, bool, int], Figures] = {}
 
     def goodput(self, candidate: Candidate, start_rps: float, *, tolerance: float = 0.03, rival_rps: float | None = None) -> Trial:
         """Find where the plan's share in class falls to the level, to `tolerance`, from `start_rps` on.
 
-        `rival_rps`: of a plan that it has to beat. Where it does not hold just above that, one run is all it gets.
+        `rival_rps`: of a plan that it has to beat. Where it does not hold just above that, one run is all it gets; but where it only just
+        does not, and the run was short, one that is twice as long decides. No rate is tried that the workers' time does not allow: a run
+        is too short for a queue to grow beyond a target of minutes, or beyond none.
         """
+        most_rps = self.most_rps(candidate)
         before = self.num_runs
         level = self.question.level
         low: Figures | None = None
@@ -124,9 +137,12 @@ class Trials:
         failed = 0  # in a row
         rate_rps: float | None = start_rps if not rival_rps else rival_rps * (1 + tolerance)
         for _ in range(_MOST_RUNS):
-            if rate_rps is None:
+            if rate_rps is None or (low is not None and low.rate_rps >= most_rps):
                 break
+            rate_rps = min(rate_rps, most_rps)
             at = self.at(candidate, rate_rps, may_cut=True)
+            if rival_rps and low is None and level - _CLOSE <= at.attainment < level and at.counted < _MANY:
+                at = self.at(candidate, rate_rps, may_cut=True, times=2)
             if at.attainment >= level:
                 low, failed = at, 0
             else:
@@ -137,12 +153,19 @@ class Trials:
             rate_rps = _next_rps(low, high, level, tolerance, failed)
         return Trial(candidate, _crossing_rps(low, high, level), low, high, self.num_runs - before)
 
-    def at(self, candidate: Candidate, rate_rps: float, *, may_cut: bool = False) -> Figures:
-        """Figures at `rate_rps`. `may_cut`: where it does not hold, only that and about by how much is wanted."""
-        key = (candidate, rate_rps, may_cut)
+    def most_rps(self, candidate: Candidate) -> float:
+        """A rate that no scheduler can pass."""
+        return self._screen.most_rps(candidate)
+
+    def at(self, candidate: Candidate, rate_rps: float, *, may_cut: bool = False, times: int = 1) -> Figures:
+        """Figures at `rate_rps`. `may_cut`: where it does not hold, only that and about by how much is wanted.
+
+        `times`: the run is so many times as long as usual.
+        """
+        key = (candidate, rate_rps, may_cut, times)
         if key not in self._kept:
             self.num_runs += 1
-            self._kept[key] = figures_at(self.question, candidate, rate_rps, may_cut)
+            self._kept[key] = figures_at(self.question, candidate, rate_rps, may_cut, times)
             self.num_cut += self._kept[key].is_cut
         return self._kept[key]
 
@@ -160,37 +183,42 @@ def _next_rps(low: Figures | None, high: Figures | None, level: float, tolerance
     """Where to look next, between a rate that holds and one that does not, or beyond the only one of them; None: near enough.
 
     Up in steps that shrink as the share does. Down to what was still served in class: requests that cannot be in time are refused, so
-    that an overloaded cluster serves about its goodput. `failed`: rates in a row that did not hold.
+    that an overloaded cluster serves about its goodput. Where nearly all that was sent was served, that says little (long prompts may be
+    late at any rate): down in steps that grow then, and where a straight line crosses the level. `failed`: rates in a row that did not
+    hold.
     """
     if high is None:
         assert low is not None
         return low.rate_rps * next(step for share, step in _STEPS_UP if low.attainment >= share)
     served_rps = high.rate_rps * high.attainment / level
     if low is None:
-        steps = failed if served_rps * (1 + tolerance) < high.rate_rps else 1
-        return max(high.rate_rps / 3, min(high.rate_rps / (1 + tolerance) ** steps, served_rps))
+        furthest = _FURTHEST_CUT if high.is_cut else _FURTHEST
+        return max(high.rate_rps / furthest, min(high.rate_rps / (1 + tolerance) ** failed, served_rps))
     # Between rates that are near to each other the share falls nearly straight: a crossing next to one of them is not far off.
     crossing_rps = _crossing_rps(low, high, level)
     is_next_to_one = crossing_rps <= low.rate_rps * (1 + tolerance) or crossing_rps * (1 + tolerance) >= high.rate_rps
-    if is_next_to_one and high.rate_rps <= low.rate_rps * (1 + tolerance) ** _STRAIGHT:
+    apart = _STRAIGHT if high.attainment >= _CLIFF * level else _STEEP
+    if is_next_to_one and high.rate_rps <= low.rate_rps * (1 + tolerance) ** apart:
         return None
     # Without admission what it serves late says nothing.
     if high.attainment < _COLLAPSED or failed > 1:
         served_rps = math.sqrt(low.rate_rps * high.rate_rps)
+    elif served_rps * (1 + tolerance) >= high.rate_rps:
+        served_rps = crossing_rps
     return max(low.rate_rps * (1 + tolerance), min(high.rate_rps / (1 + tolerance), served_rps))
 
 
-def figures_at(question: Question, candidate: Candidate, rate_rps: float, may_cut: bool = False) -> Figures:
-    """One simulation.
+def figures_at(question: Question, candidate: Candidate, rate_rps: float, may_cut: bool = False, times: int = 1) -> Figures:
+    """One simulation, `times` as long as usual.
 
     `may_cut`: it ends once more have missed than may of all, and clearly more than of those sent by then: it does not hold whatever comes.
     """
     topology = topology_of(question, candidate)
-    requests = question.load.sent(rate_rps, question.requests_at(rate_rps))
-    degrees = [pool.tp for pool in candidate.pools.values()]
+    requests = question.load.sent(rate_rps, times * question.requests_at(rate_rps))
+    links = min(pool.tp for pool in candidate.pools.values())
     settings = SimSettings(
-        link_bandwidth=question.link.usable * min(degrees),
-        kv_bytes_per_token=question.wire_bytes_per_token,
+        link_bandwidth=question.link.usable * links,
+        kv_bytes_per_token=question.wire_bytes_per_token(links),
         timeout_s=TIMEOUT_S,
         prefix_block_tokens=question.load.trace.prefix_block_tokens,
         max_tokens=max(r.output_tokens for r in requests),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,9 @@ from disagg.plan.candidate import PREFILL_CHUNKS, Candidate
 from disagg.plan.planner import make_plan
 from disagg.plan.screen import Screen
 from disagg.plan.search import adaptive_of, colocated_candidates, screened
-from disagg.plan.trial import Trials
+from disagg.plan.trial import Figures, Trials
 from disagg.sim.goodput import find_goodput
+from disagg.slo import summarise
 from disagg.types import Mode
 from tests.plan_rig import question
 
@@ -44,3 +46,55 @@ def test_the_search_finds_the_winner_of_all_simulations(asked: dict[str, Any]) -
         assert trial.goodput_rps >= 0.9 * kinds[kind]
     if max(kinds.values()) > 1.15 * min(kinds.values()):
         assert (plan.chosen.candidate.mode is Mode.COLOCATED) == (kinds[True] > kinds[False])
+
+
+class Curve(Trials):
+    """Trials of a plan whose share in class is a function of the rate."""
+
+    def __init__(self, share: Callable[[float], float]) -> None:
+        super().__init__(question())
+        self._share = share
+
+    def at(self, candidate: Candidate, rate_rps: float, *, may_cut: bool = False, times: int = 1) -> Figures:
+        self.num_runs += 1
+        none = summarise([])
+        return Figures(rate_rps, self._share(rate_rps) + (0.03 if times > 1 else 0.0), none, none, {}, 100, {}, {}, 0.0, 0.0, 0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("share", "most_runs"),
+    [
+        (lambda rate: 0.9 - 0.08 * (rate / 10 - 1), 8),  # long prompts are late at any rate
+        (lambda rate: 1 - 0.1 * (rate / 10) ** 6 if rate < 10 else 0.9 * 10 / rate, 5),  # what cannot be in time is refused
+        (lambda rate: 1 - 0.1 * (rate / 10) ** 6 if rate < 10 else max(0.0, 0.9 - 4 * (rate / 10 - 1)), 8),  # a queue
+    ],
+    ids=["plateau", "refusals", "queue"],
+)
+@pytest.mark.parametrize("start_rps", [7.0, 10.5, 15.0])
+def test_a_goodput_is_found_in_few_runs(share: Callable[[float], float], most_runs: int, start_rps: float) -> None:
+    curve = Curve(share)
+    (candidate,) = list(colocated_candidates(Screen(curve.question)))[:1]
+    found = curve.goodput(candidate, start_rps, tolerance=0.04)
+    assert found.goodput_rps == pytest.approx(10, rel=0.04)
+    assert curve.num_runs <= most_runs
+
+
+def test_a_close_loss_in_a_short_run_is_looked_at_again() -> None:
+    """Of few requests a share is a matter of chance: in a run twice as long it is 0.03 higher here."""
+    trials = Curve(lambda rate: 0.98 - 0.01 * rate)
+    (candidate,) = list(colocated_candidates(Screen(trials.question)))[:1]
+    close = trials.goodput(candidate, 1.0, rival_rps=9.0)
+    assert not close.is_rough
+    assert close.goodput_rps > 9.0
+    before = trials.num_runs
+    assert trials.goodput(candidate, 1.0, rival_rps=20.0).is_rough
+    assert trials.num_runs == before + 1, "far behind"
+
+
+def test_without_a_target_for_first_tokens_the_workers_time_is_the_limit() -> None:
+    """A run is too short for a queue to be missed by anybody: any rate would hold in it."""
+    trials = Curve(lambda rate: 1.0)
+    (candidate,) = list(colocated_candidates(Screen(trials.question)))[:1]
+    found = trials.goodput(candidate, 1.0)
+    assert found.goodput_rps == trials.most_rps(candidate)
+    assert "workers' time" in found.limit()

@@ -76,6 +76,11 @@ def test_a_file_is_read_back_and_a_bad_one_names_what_is_wrong(tmp_path: Path) -
         ({"colour": "red"}, "colour"),
         ({"steps": {**asdict(CPU), "pair_s": -1e-9}}, r"steps\.pair_s.*-1e-09"),
         ({"steps": {**asdict(CPU), "base_s": float("nan")}}, r"steps\.base_s"),
+        ({"kv_cache_tokens": "many"}, "kv_cache_tokens: got 'many'"),
+        ({"kv_bytes_per_token": 0}, "kv_bytes_per_token: got 0"),
+        ({"args": None}, "args: got None, expected a JSON object"),
+        ({"link_bandwidth": -1.0}, "link_bandwidth"),
+        ({"link_bandwidth": None, "link_latency_s": 1e-3}, "link_latency_s"),
     ):
         file.write_text(json.dumps({**json.loads(profile().to_json()), **change}))
         with pytest.raises(ConfigError, match=text):
