@@ -218,8 +218,10 @@ def _notes(plan: Plan) -> str:
     notes = [f"note: {note}" for note in plan.question.load.trace.notes]
     if plan.question.shape.is_windowed(plan.question.load.longest_tokens):
         notes.append(f"note: {plan.question.shape.window_note}")
+    most = plan.question.requests
+    sent = f"{LEAST_REQUESTS} to about {most:,}" if most > LEAST_REQUESTS else f"about {most}"
     notes.append(
-        f"{plan.screened} plans screened, {plan.runs} simulations of {LEAST_REQUESTS} to about {plan.question.requests:,} requests, "
+        f"{plan.screened} plans screened, {plan.runs} simulations of {sent} requests, "
         f"{plan.cut} of which ended early, when too many had missed"
     )
     if best is not None and best.span_s < _SHORT * best.e2e_s:

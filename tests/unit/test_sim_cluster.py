@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import random
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -122,6 +125,24 @@ def test_same_input_same_events() -> None:
     assert len(first.events) > 800
     other = simulation(topology, trace[:-1], SimSettings(prefix_block_tokens=512), keep_events=True).run()
     assert other.events != first.events
+
+
+ELSEWHERE = """
+import random
+from disagg.sim.cluster import Simulation
+from tests.sim_rig import random_trace, sim_topology
+topology = sim_topology("adaptive", prefill=2, decode=2)
+print(Simulation(topology, random_trace(random.Random(5), 60, 3.0, 4000, 100), keep_events=True).run().events)
+"""
+
+
+def test_the_same_events_in_another_process_whatever_the_order_of_its_sets() -> None:
+    seen = set()
+    for seed in ("0", "7"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        seen.add(subprocess.run([sys.executable, "-c", ELSEWHERE], env=env, capture_output=True, check=True).stdout)
+    assert len(seen) == 1
+    assert len(seen.pop()) > 1000
 
 
 def test_a_stream_gives_the_same_outcomes_and_keeps_none() -> None:
