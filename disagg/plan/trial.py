@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from disagg.config import SloClass
 from disagg.plan.candidate import Candidate, topology_of
 from disagg.plan.question import Question
@@ -126,8 +128,8 @@ class Trials:
         """Find where the plan's share in class falls to the level, to `tolerance`, from `start_rps` on.
 
         `rival_rps`: of a plan that it has to beat. Where it does not hold just above that, one run is all it gets; but where it only just
-        does not, and the run was short, one that is twice as long decides. No rate is tried that the workers' time does not allow: a run
-        is too short for a queue to grow beyond a target of minutes, or beyond none.
+        does not, and the run was short, one that is twice as long decides. No rate is tried that the workers' time does not allow: a run is
+        too short for a queue to grow beyond a target of minutes, or beyond none.
         """
         most_rps = self.most_rps(candidate)
         before = self.num_runs
@@ -154,8 +156,11 @@ class Trials:
         return Trial(candidate, _crossing_rps(low, high, level), low, high, self.num_runs - before)
 
     def most_rps(self, candidate: Candidate) -> float:
-        """A rate that no scheduler can pass."""
-        return self._screen.most_rps(candidate)
+        """A rate that no scheduler can pass; in a run that serves on after it has sent, where that ends before the targets let it."""
+        most_rps = self._screen.most_rps(candidate)
+        sends_s = self.question.requests_at(most_rps) / most_rps
+        is_ended = float(np.max(self.question.load.sample.ttft_s)) <= sends_s
+        return most_rps * self.question.overhang(most_rps) if is_ended else most_rps
 
     def at(self, candidate: Candidate, rate_rps: float, *, may_cut: bool = False, times: int = 1) -> Figures:
         """Figures at `rate_rps`. `may_cut`: where it does not hold, only that and about by how much is wanted.

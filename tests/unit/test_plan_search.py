@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from disagg.config import SloClass
 from disagg.plan.candidate import PREFILL_CHUNKS, Candidate
 from disagg.plan.planner import make_plan
+from disagg.plan.question import Question
 from disagg.plan.screen import Screen
 from disagg.plan.search import adaptive_of, colocated_candidates, screened
 from disagg.plan.trial import Figures, Trials
@@ -51,8 +53,8 @@ def test_the_search_finds_the_winner_of_all_simulations(asked: dict[str, Any]) -
 class Curve(Trials):
     """Trials of a plan whose share in class is a function of the rate."""
 
-    def __init__(self, share: Callable[[float], float]) -> None:
-        super().__init__(question())
+    def __init__(self, share: Callable[[float], float], asked: Question | None = None) -> None:
+        super().__init__(asked or question())
         self._share = share
 
     def at(self, candidate: Candidate, rate_rps: float, *, may_cut: bool = False, times: int = 1) -> Figures:
@@ -93,8 +95,8 @@ def test_a_close_loss_in_a_short_run_is_looked_at_again() -> None:
 
 def test_without_a_target_for_first_tokens_the_workers_time_is_the_limit() -> None:
     """A run is too short for a queue to be missed by anybody: any rate would hold in it."""
-    trials = Curve(lambda rate: 1.0)
+    trials = Curve(lambda rate: 1.0, question(slo=SloClass(name="batch", tpot_ms=100)))
     (candidate,) = list(colocated_candidates(Screen(trials.question)))[:1]
     found = trials.goodput(candidate, 1.0)
-    assert found.goodput_rps == trials.most_rps(candidate)
+    assert found.goodput_rps == Screen(trials.question).most_rps(candidate)
     assert "workers' time" in found.limit()
