@@ -49,7 +49,7 @@ _UNITS = {"ms": 1.0, "msec": 1.0, "millisecond": 1.0, "milliseconds": 1.0, "s": 
           "seconds": 1e3, "us": 1e-3, "usec": 1e-3, "microseconds": 1e-3}  # fmt: skip
 _STATISTICS = {"mean": "mean", "avg": "mean", "average": "mean", "median": "median", "p50": "median"}
 _SOURCES = frozenset(("silicon", "measured", "actual", "real", "observed"))
-_NUMBER = re.compile(r"([+-]?(?:\d{1,3}(?:[,_  ]\d{3})+|\d+)?(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_NUMBER = re.compile(r"([+-]?(?:\d{1,3}(?:[,_ ]\d{3})+|\d+)?(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-z]*)", re.IGNORECASE)
 _WAYS = re.compile(r"(tp|pp|dp|ep)[ _=:-]*(\d+)", re.IGNORECASE)
 _COUNT = re.compile(r"^(\d+) ?[x×*] ?(?=[a-z])|[ _-][x×*] ?(\d+)$", re.IGNORECASE)
 
@@ -64,7 +64,10 @@ def table_rows(path: Path) -> Iterable[dict[str, str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(key=str(path), expected=f"a table as text ({error})") from error
     head = lines[0] if lines else ""
-    table = csv.DictReader(lines, delimiter=max(",;\t|", key=head.count), skipinitialspace=True)
+    delimiter = max(",;\t|", key=head.count)
+    if delimiter == "|":  # Markdown's: bars at both ends, and a line of dashes
+        lines = [line.strip().strip("|") for line in lines if not set(line) <= set("|-: ")]
+    table = csv.DictReader(lines, delimiter=delimiter, skipinitialspace=True)
     given = [_plain(name) for name in table.fieldnames or ()]
     table.fieldnames = given
     named = {ours: next((name for name in theirs if name in given), None) for ours, theirs in (COLUMNS | OPTIONAL).items()}
@@ -149,7 +152,7 @@ def plain_number(text: str) -> str:
     found = _NUMBER.fullmatch(text.strip())
     if found is None or not found[1] or found[2].lower() not in ("", "k"):
         return text
-    digits = re.sub(r"[,_  ]", "", found[1])
+    digits = re.sub(r"[,_ ]", "", found[1])
     return digits if not found[2] else f"{float(digits) * 1024:g}"
 
 
@@ -158,7 +161,7 @@ def _scaled(text: str, scale: float) -> str:
     found = _NUMBER.fullmatch(text.strip())
     if found is None or not found[1] or (found[2] and found[2].lower() not in _UNITS):
         return text
-    digits = re.sub(r"[,_  ]", "", found[1])
+    digits = re.sub(r"[,_ ]", "", found[1])
     factor = _UNITS[found[2].lower()] if found[2] else scale
     return digits if factor == 1 else str(factor * float(digits))
 

@@ -121,6 +121,10 @@ def _workers(processes: int) -> Iterator[Mapped]:
     with ProcessPoolExecutor(processes, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as executor:
         try:
             yield executor.map
+        except BaseException:  # a simulation that is under way takes many seconds, and nobody waits for it any more
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
         finally:
             executor.shutdown(cancel_futures=True)
 

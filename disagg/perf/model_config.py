@@ -113,8 +113,6 @@ def _read_shape(path: Path) -> tuple[ModelShape, Mapping[str, Any]]:
         config: Any = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: {error}", key=str(file), expected="a Hugging Face config.json") from error
-    if not isinstance(config, dict):
-        raise ConfigError(key=str(file), value=config, expected="a Hugging Face config.json: a mapping")
     return shape_from_config(config, file.resolve().parent.name if file.name == "config.json" else file.stem), config
 
 
@@ -158,6 +156,8 @@ def shape_from_config(config: Mapping[str, Any], name: str = "model") -> ModelSh
 
     Raises ConfigError naming the keys that are missing, not a positive integer, or of another architecture.
     """
+    if not isinstance(config, Mapping):
+        raise ConfigError(key=f"{name}: config.json", value=config, expected="a mapping")
     return _Reader(_text_config(config), name).shape()
 
 
@@ -246,7 +246,9 @@ class _Reader:
         width = self._optional("intermediate_size")
         if not width and self._family in _FOUR_TIMES_HIDDEN:
             return 4 * hidden
-        return self._count("intermediate_size") if is_needed else width
+        if is_needed:
+            width = self._count("intermediate_size")
+        return width // 2 if self._family == "qwen" else width  # the first Qwen: gate and up together
 
     def _kv_heads(self, heads: int) -> int:
         if self._config.get("multi_query") and not self._config.get("new_decoder_architecture"):  # Falcon 7B, StarCoder

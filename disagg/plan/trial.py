@@ -98,7 +98,7 @@ class Trial:
         """What limits it, in a few words: which target is missed, by how many, and how busy the pool behind it is then."""
         at = self.beyond
         if at is None:
-            return "its workers' time, by the formulas: no target is missed at the highest rate that they could carry"
+            return "its workers' time, by the formulas: no target is missed at the highest rate that was tried"
         shares = {what: count / at.counted for what, count in at.missed.items() if count}
         first, second = (sum(shares.get(what, 0.0) for what in kind) for kind in (_FIRST, _NEXT))
         first_pool, next_pool = ("colocated", "colocated") if "colocated" in at.busy else ("prefill", "decode")
@@ -159,7 +159,8 @@ class Trials:
         """A rate that no scheduler can pass; in a run that serves on after it has sent, where that ends before the targets let it."""
         most_rps = self._screen.most_rps(candidate)
         sends_s = self.question.requests_at(most_rps) / most_rps
-        is_ended = float(np.max(self.question.load.sample.ttft_s)) <= sends_s
+        sample = self.question.load.sample
+        is_ended = float(np.max(sample.ttft_s)) <= sends_s and math.isfinite(float(np.max(sample.tpot_s)))
         return most_rps * self.question.overhang(most_rps) if is_ended else most_rps
 
     def at(self, candidate: Candidate, rate_rps: float, *, may_cut: bool = False, times: int = 1) -> Figures:

@@ -72,6 +72,10 @@ GLM_4 = {
     "num_layers": 40, "ffn_hidden_size": 13696, "kv_channels": 128, "padded_vocab_size": 151552, "vocab_size": 151552,
     "seq_length": 131072, "tie_word_embeddings": False,
 }  # fmt: skip
+QWEN_7B = {
+    "model_type": "qwen", "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "intermediate_size": 22016,
+    "kv_channels": 128, "vocab_size": 151936, "seq_length": 8192, "tie_word_embeddings": False,
+}  # fmt: skip
 MPT_7B = {
     "model_type": "mpt",
     "d_model": 4096,
@@ -99,6 +103,7 @@ MPT_7B = {
         (STARCODER2, 3.03, 3.03, 30 * 2 * 2 * 128 * 2),
         (FALCON_7B, 6.92, 6.92, 32 * 2 * 64 * 2),
         (GLM_4, 9.40, 8.78, 40 * 2 * 2 * 128 * 2),
+        (QWEN_7B, 7.72, 7.10, 32 * 2 * 4096 * 2),
         (MPT_7B, 6.65, 6.65, 32 * 2 * 4096 * 2),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
@@ -132,6 +137,7 @@ def test_a_mixture_of_experts_with_plain_layers_between() -> None:
 @pytest.mark.parametrize(
     ("config", "key"),
     [
+        (["hidden_size"], "config.json: got"),
         ({"hidden_size": 64}, "num_hidden_layers, num_attention_heads, vocab_size"),
         ({**PHI_2, "layer_types": ["full_attention", "linear_attention"]}, "layer_types: got 'linear_attention'"),
         ({**PHI_2, "hybrid_override_pattern": "M-M*-"}, "hybrid_override_pattern"),

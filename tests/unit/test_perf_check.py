@@ -144,6 +144,10 @@ TABLES = {
         {"isl": "1024", "osl": "8192", "tp_size": "8", "ep_size": "8", "request_rate": "2", "silicon_ttft_ms": "180",
          "silicon_tpot_ms": "20.0", "medians": "silicon_ttft_ms"},
     ),
+    "Markdown": (
+        "| GPU | Model | ISL | OSL | Users | TTFT (ms) | TPOT (ms) |\n|---|:--|--:|---|---|---|---|\n| L4 x2 | qwen3-8b | 64 | 8 | 2 | 50 ms | 9 |\n",
+        {"system": "L4", "tp_size": "2", "isl": "64", "concurrency": "2", "silicon_ttft_ms": "50", "silicon_tpot_ms": "9"},
+    ),
     "means before medians, what is predicted beside what was measured": (
         "system,model,isl,osl,concurrency,predicted_ttft_ms,p99_ttft_ms,median_ttft_ms,mean_ttft_ms,tpot_ms,itl_ms,gpu_util\n"
         "h200,m,10,10,1,1,2,3,4,5,6,97%\n",

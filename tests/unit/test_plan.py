@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -204,6 +210,35 @@ def test_processes_change_nothing_but_the_time(tmp_path: Path) -> None:
     one, two = (CliRunner().invoke(app, ["plan", *options, "--requests", "100", "--json", "--jobs", jobs]) for jobs in "12")
     assert one.exit_code == two.exit_code == 0, two.output
     assert one.stdout == two.stdout
+
+
+def in_group(group: int) -> int:
+    """Processes of a process group that are alive."""
+    count = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+            count += state != "Z" and int(pgrp) == group
+    return count
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at /proc")
+def test_ctrl_c_ends_the_simulations_too(tmp_path: Path) -> None:
+    (tmp_path / "w.yaml").write_text(WORKLOAD)
+    options = ["--model", "llama-3.1-8b", "--gpu", "h100", "--gpus", "64", "--workload", str(tmp_path / "w.yaml"), "--slo", "chat"]
+    command = [sys.executable, "-c", "from disagg.cli import app; app()", "plan", *options, "--jobs", "2", "--requests", "50000"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True) as process:
+        until_s = time.monotonic() + 60
+        while in_group(process.pid) < 5 and time.monotonic() < until_s:  # with multiprocessing's own two
+            time.sleep(0.1)
+        assert in_group(process.pid) == 5
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=20)
+    assert process.returncode != 0
+    until_s = time.monotonic() + 10
+    while in_group(process.pid) and time.monotonic() < until_s:
+        time.sleep(0.1)
+    assert in_group(process.pid) == 0
 
 
 def measured_worker(**changes: Any) -> Profile:
