@@ -145,7 +145,8 @@ TABLES = {
          "silicon_tpot_ms": "20.0", "medians": "silicon_ttft_ms"},
     ),
     "Markdown": (
-        "| GPU | Model | ISL | OSL | Users | TTFT (ms) | TPOT (ms) |\n|---|:--|--:|---|---|---|---|\n| L4 x2 | qwen3-8b | 64 | 8 | 2 | 50 ms | 9 |\n",
+        "| GPU | Model | ISL | OSL | Users | TTFT (ms) | TPOT (ms) |\n|---|:--|--:|---|---|---|---|\n"
+        "| L4 x2 | qwen3-8b | 64 | 8 | 2 | 50 ms | 9 |\n",
         {"system": "L4", "tp_size": "2", "isl": "64", "concurrency": "2", "silicon_ttft_ms": "50", "silicon_tpot_ms": "9"},
     ),
     "means before medians, what is predicted beside what was measured": (
