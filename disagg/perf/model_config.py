@@ -151,7 +151,7 @@ def _quantized(quantization: Mapping[str, Any]) -> Dtype | None:
     return {4: "int4", 8: "fp8" if is_float else "int8"}.get(bits)  # type: ignore[return-value]  # literals
 
 
-def shape_from_config(config: Mapping[str, Any], name: str = "model") -> ModelShape:
+def shape_from_config(config: Any, name: str = "model") -> ModelShape:
     """The shape in a `config.json`; of a multimodal wrapper, that of its language model.
 
     Raises ConfigError naming the keys that are missing, not a positive integer, or of another architecture.
