@@ -16,8 +16,10 @@ from disagg.policy.worker_book import WorkerBook
 from disagg.types import Request
 
 LEARNING_RATE = 0.1
-MAX_OVERHEAD_S = 0.05
-SURPRISE_S = 0.01  # a first token later than this is late for a reason of its own
+# What a first token takes beyond its steps: about so much at most, and by so much later it is late for a reason of its own. On an engine
+# whose steps are long both are shares of one: what a prompt waits for there, and what the host's other workers take from it, is longer.
+MAX_OVERHEAD_S, MAX_OVERHEAD_STEPS = 0.05, 1.0
+SURPRISE_S, SURPRISE_STEPS = 0.01, 0.5
 
 
 class Booking:
@@ -103,9 +105,10 @@ class Booking:
         self.first_token_s = now_s
         self.output_tokens = max(1, self.output_tokens)
         if was_alone and cached_tokens == 0:
-            beyond_s = now_s - self._started_s - self._prefill_s
-            self.source.overhead_s += LEARNING_RATE * min(SURPRISE_S, max(-SURPRISE_S, beyond_s))
-            self.source.overhead_s = min(MAX_OVERHEAD_S, max(0.0, self.source.overhead_s))
+            beyond_s, step_s = now_s - self._started_s - self._prefill_s, self.source.fit.cost.base_s
+            surprise_s = max(SURPRISE_S, SURPRISE_STEPS * step_s)
+            overhead_s = self.source.overhead_s + LEARNING_RATE * min(surprise_s, max(-surprise_s, beyond_s))
+            self.source.overhead_s = min(max(MAX_OVERHEAD_S, MAX_OVERHEAD_STEPS * step_s), max(0.0, overhead_s))
         if self._is_coming:
             self._leave_coming()
             a = self.sink.accounts

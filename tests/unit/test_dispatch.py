@@ -102,6 +102,19 @@ def test_what_a_prompt_costs_is_known_of_a_worker_that_has_only_decoded() -> Non
     assert rig.pair(1500)[0] == "p0", "nobody decodes there"
 
 
+@pytest.mark.parametrize(("slowness", "late_s"), [(1.0, 0.02), (5.0, 0.08)])
+def test_what_first_tokens_take_beyond_their_steps_is_learned_on_quick_and_slow_engines(slowness: float, late_s: float) -> None:
+    rig = Rig(Mode.COLOCATED, prefill=1, decode=0, cost=COST.scaled(slowness))
+    for _ in range(60):
+        grant = rig.grant(16, 4)
+        right_s = COST.scaled(slowness).step_s(16, 16 * 17 / 2, 0, 0) + late_s
+        rig.now_s += right_s
+        rig.decoding(grant)
+        rig.end(grant.key)
+        rig.now_s += 1
+    assert rig.grant(16, 4).prediction.ttft_s == pytest.approx(right_s, rel=0.1)
+
+
 def test_what_workers_tell_each_other_does_not_come_back_to_them() -> None:
     """All are twice as slow for a while, and no step shows what tokens above the ridge cost: about twice as much, and no more."""
     rig = Rig(Mode.ADAPTIVE)
