@@ -113,7 +113,6 @@ class Deployment:
     def status(self) -> DeploymentStatus:
         """What the gateway knows now. Raises EngineError when the gateway does not answer."""
         status: DeploymentStatus = _call(self._gateway.status.remote(), CALL_TIMEOUT_S, "the gateway")
-        self.endpoint = status.endpoint  # one that Ray has restarted has another port, unless the topology names it
         return status
 
     def down(self, grace_s: float = GRACE_S) -> None:
