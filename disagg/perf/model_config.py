@@ -148,7 +148,8 @@ def _quantized(quantization: Mapping[str, Any]) -> Dtype | None:
         if any(name in algorithm for name in ("fp4", "awq", "gptq", "w4a16")):
             return "int4"
         return "fp8" if "fp8" in algorithm else None
-    return {4: "int4", 8: "fp8" if is_float else "int8"}.get(bits)  # type: ignore[return-value]  # literals
+    of_bits: dict[Any, Dtype] = {4: "int4", 8: "fp8" if is_float else "int8"}
+    return of_bits.get(bits)
 
 
 def shape_from_config(config: Any, name: str = "model") -> ModelShape:
