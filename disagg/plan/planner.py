@@ -1,6 +1,6 @@
 """The planner: screen every plan by formulas, simulate the best few of each kind, compare the winners. Pure; same question, same answer.
 
-screened ──> the best two of disagg, the best two of colocated ──simulated──> their neighbours ──> adaptive on the winner's workers
+screened ──> the best two of disagg, the best two of colocated ──simulated──> their neighbours ──> adaptive on the best alike workers
                                                                                  └──> verdict, its distance from flipping
 
 Simulations are what takes time, so: what cannot beat the best of its kind by arithmetic alone is not simulated (Screen.most_rps), and
@@ -90,7 +90,9 @@ def make_plan(
     colocated, two_pools = first.best, second.best
     trials, runs, cut = [*first.trials, *second.trials], first.runs + second.runs, first.cut + second.cut
     assert colocated is not None
-    if two_pools is not None and (adaptive := adaptive_of(two_pools.candidate, question)) is not None:
+    # Adaptive does not need the ratio or the degrees that are best for roles kept strictly: where those want unlike pools, the next best.
+    split = [*[t.candidate for t in _ordered(second.trials, ())], *[s.candidate for s in kinds[1]]]
+    if two_pools is not None and (adaptive := adaptive_of(split, question)) is not None:
         say(f"{runs} simulations; now {adaptive.name}")
         runner = Trials(question)
         trial = runner.goodput(adaptive, two_pools.goodput_rps or 1.0, tolerance=TOLERANCE, rival_rps=two_pools.goodput_rps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from disagg.perf.hardware import Device
@@ -103,11 +103,12 @@ def neighbours(screen: Screen, candidate: Candidate) -> list[Candidate]:
     ]
 
 
-def adaptive_of(candidate: Candidate, question: Question) -> Candidate | None:
-    """The same workers with every pair of them as a route; None where the pools' workers are unlike."""
-    p, d = candidate.prefill, candidate.decode
-    assert p is not None
-    assert d is not None
-    if p.tp != d.tp or p.device != d.device or candidate.gpus > question.gpus:
-        return None
-    return replace(candidate, mode=Mode.ADAPTIVE, prefill=replace(p, max_seqs=d.max_seqs))
+def adaptive_of(candidates: Iterable[Candidate], question: Question) -> Candidate | None:
+    """The workers of the first plan whose two pools are alike, with every pair of them as a route; None where there is no such plan."""
+    for candidate in candidates:
+        p, d = candidate.prefill, candidate.decode
+        assert p is not None
+        assert d is not None
+        if p.tp == d.tp and p.device == d.device and candidate.gpus <= question.gpus:
+            return replace(candidate, mode=Mode.ADAPTIVE, prefill=replace(p, max_seqs=d.max_seqs))
+    return None

@@ -25,7 +25,7 @@ def every_candidate(screen: Screen) -> list[Candidate]:
     """All counts and chunks, and all pairs of pools with every pair of workers as a route."""
     pairs = [s.candidate for s in screened(screen) if s.candidate.prefill is not None]
     chunked = [replace(c, prefill=replace(c.prefill, chunk=chunk)) for c in pairs for chunk in PREFILL_CHUNKS if c.prefill is not None]
-    adaptive = [found for c in chunked if (found := adaptive_of(c, screen.question)) is not None]
+    adaptive = [found for c in chunked if (found := adaptive_of([c], screen.question)) is not None]
     return [*colocated_candidates(screen), *chunked, *adaptive]
 
 
@@ -100,3 +100,13 @@ def test_without_a_target_for_first_tokens_the_workers_time_is_the_limit() -> No
     found = trials.goodput(candidate, 1.0)
     assert found.goodput_rps == Screen(trials.question).most_rps(candidate)
     assert "workers' time" in found.limit()
+
+
+def test_adaptive_is_tried_on_the_best_alike_pools_where_the_best_pair_is_unlike() -> None:
+    given = question(model="llama-3.1-8b", gpus=3, degrees=(1, 2))
+    pairs = [s.candidate for s in screened(Screen(given), Mode.DISAGG)]
+    tp = {(c.prefill.tp, c.decode.tp): c for c in reversed(pairs) if c.prefill is not None and c.decode is not None}
+    found = adaptive_of([tp[2, 1], tp[1, 1]], given)
+    assert found is not None
+    assert (found.mode, found.prefill and found.prefill.tp, found.decode and found.decode.tp) == (Mode.ADAPTIVE, 1, 1)
+    assert adaptive_of([tp[2, 1]], given) is None
