@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.peers.servers import Running, Server, free_port, running
+from bench.peers.servers import Running, Server, colocated, free_port, nixl, running
+from disagg.config import load_topology
 
 FILES = "import http.server; http.server.test(http.server.SimpleHTTPRequestHandler, bind='127.0.0.1', port={})"
 
@@ -45,3 +46,14 @@ def test_a_server_that_does_not_come_up_is_told_with_its_log_and_ends_the_others
     broken = Server("broken", [sys.executable, "-c", "raise SystemExit('no such model')"], free_port(), "/")
     with pytest.raises(RuntimeError, match=r"broken did not come up; (.|\n)*no such model"), running([server("one"), broken], tmp_path):
         raise AssertionError("it is not up")
+
+
+def test_stock_servers_are_given_no_argument_that_only_our_engines_know(tmp_path: Path):
+    """The topology that the bench sizes and hands on has `mixed_step_tokens`."""
+    path = Path(__file__).parents[2] / "cluster" / "topologies" / "cpu-1p1d.yaml"
+    topology = load_topology(path)
+    assert any("mixed_step_tokens" in topology.engine_args(role) for role in topology.active_pools())
+    servers = [*colocated(topology, path.parent, tmp_path / "router"), *nixl(topology, path.parent, tmp_path / "router", tmp_path)]
+    words = [word for one in servers for word in one.command]
+    assert "--max-num-batched-tokens" in words
+    assert not [word for word in words if "mixed-step" in word]
