@@ -43,7 +43,7 @@ class Server:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, below those that the kernel hands out: of these, a server that starts beside takes some by itself."""
+    """A port that nobody listens on now; below those that the kernel hands out, of which a server that starts meanwhile takes some."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
