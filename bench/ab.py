@@ -129,7 +129,7 @@ def _run(name: str, planned: Plan, out: Path, *, resume: bool) -> bool:
     """One case; whether it came to a result. What an accident broke off in the middle goes on, once: its rows are kept."""
     folder = out / name
     code = subprocess.run(_command(name, planned, out, resume=resume), check=False).returncode
-    if code and (folder / "run.json").exists() and not (folder / "result.json").exists():
+    if code and _is_begun(folder) and not (folder / "result.json").exists():
         print(f"{name}: broken off; going on with what is measured", flush=True)
         code = subprocess.run(_command(name, planned, out, resume=True), check=False).returncode
     return code == 0
@@ -180,8 +180,13 @@ def _command(name: str, planned: Plan, out: Path, *, resume: bool) -> list[str]:
         *("--workload", str(out / f"{name}.yaml"), "--arms", ARMS, "--rounds", str(planned.rounds[name])),
         *("--rates", ",".join(f"{rate:g}" for rate in planned.capacity[name].rates), "--limit-min", f"{limit_s / 60:.2f}"),
         *(*chunk, "--out", str(folder)),
-        *(["--resume"] if resume and any((folder / name).exists() for name in ("asked.json", "run.json")) else []),
+        *(["--resume"] if resume and _is_begun(folder) else []),
     ]
+
+
+def _is_begun(folder: Path) -> bool:
+    """Whether a run left something to go on with, if only in its chunk search."""
+    return any((folder / name).exists() for name in ("asked.json", "run.json"))
 
 
 def _chosen_chunk(out: Path) -> int | None:
