@@ -104,10 +104,13 @@ class Pool:
         except LayoutMismatchError:
             await worker.close()
             raise
-        await self.leave(name)
+        # Nothing is awaited from that check to here: another worker that joins meanwhile is checked against this one.
+        before = self._forget(name)
         self.members[name] = member
         self.dispatcher.join(name, Role(role), worker.address.host_id, worker.state(), time.monotonic())
         self.changes.fire()
+        if before is not None:
+            await before.worker.close()
 
     def _check_pairs(self, member: Member) -> None:
         """Raise LayoutMismatchError unless KV can move on every route that `member` makes possible."""
@@ -133,10 +136,15 @@ class Pool:
 
     async def leave(self, name: str) -> None:
         """Let go of a worker; its requests are served again elsewhere. Unknown is fine."""
+        member = self._forget(name)
+        if member is not None:
+            await member.worker.close()
+
+    def _forget(self, name: str) -> Member | None:
         member = self.members.pop(name, None)
         if member is not None:
             self.dispatcher.leave(name, time.monotonic())
-            await member.worker.close()
+        return member
 
     async def wait_lost(self, name: str) -> None:
         """Returns when the member of that name is lost or has left; at once when there is none."""

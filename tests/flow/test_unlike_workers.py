@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -49,6 +50,28 @@ async def test_a_worker_that_cannot_exchange_kv_does_not_join(mode: str) -> None
         await c.add(Role.PREFILL)
         with pytest.raises(LayoutMismatchError, match=r"no KV can move from worker .*block_tokens: (16 != 32|32 != 16)"):
             await c.add(Role.DECODE)
+        assert set(c.pool.members) == {"prefill-0"}
+
+
+async def test_a_worker_is_checked_against_one_that_joins_anew_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"block_tokens": 32, "kv_bytes_per_token": 4}
+    async with cluster(topology(settings, tp=1, kv_bytes_per_token=4), start_workers=False) as c:
+        await c.add(Role.PREFILL)
+        old, closing, held = c.pool.members["prefill-0"].worker, asyncio.Event(), asyncio.Event()
+        close = old.close
+
+        async def slowly() -> None:
+            closing.set()
+            await held.wait()
+            await close()
+
+        monkeypatch.setattr(old, "close", slowly)
+        again = asyncio.create_task(c.pool.join("prefill-0", Role.PREFILL, c.worker("prefill-0").target))
+        await closing.wait()
+        with pytest.raises(LayoutMismatchError, match="no KV can move"):
+            await c.add(Role.DECODE)
+        held.set()
+        await again
         assert set(c.pool.members) == {"prefill-0"}
 
 
