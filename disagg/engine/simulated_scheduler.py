@@ -2,7 +2,8 @@
 
 One number per sequence, `num_computed`, replaces two phases: a sequence wants `num_tokens - num_computed` more tokens computed, many
 while its prompt is new, one while it decodes. Each step hands out at most `max_num_batched_tokens`: first to running sequences in their
-order, then to waiting ones, first come first served; one sequence gets `long_prefill_tokens` of them at most. When the cache is full, the
+order, then to waiting ones, first come first served; where others want some too, one sequence gets `long_prefill_tokens` of them at most
+(of a shorter step beside decodes, see `mixed_step_tokens`, it leaves other prompts as much as it does there). When the cache is full, the
 newest running sequence is preempted: its blocks are freed, it goes to the front of the waiting ones and computes all its tokens again.
 
     waiting --admit--> running --remove--> gone          blocks: only running sequences hold any
@@ -67,7 +68,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.mixed_step_tokens = min(mixed_step_tokens or max_num_batched_tokens, max_num_batched_tokens)
         self.max_num_seqs = max_num_seqs
-        self._most_of_one = long_prefill_tokens or max_num_batched_tokens
+        self._left_by_one = max(0, max_num_batched_tokens - long_prefill_tokens) if long_prefill_tokens else 0
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.prefixes = prefixes
@@ -100,13 +101,13 @@ class Scheduler:
 
     def schedule(self) -> list[Scheduled]:
         """The next step, in order; the caller adds each `num_tokens` to its `num_computed`. Not empty while there is work."""
-        budget = self._budget()
+        budget, most_of_one = self._limits()
         plan: list[Scheduled] = []
         preempted = False
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
-            num_tokens = min(sequence.num_tokens - sequence.num_computed, budget, self._most_of_one)
+            num_tokens = min(sequence.num_tokens - sequence.num_computed, budget, most_of_one)
             while sequence.is_running and not self._allocate(sequence, sequence.num_computed + num_tokens):
                 self._preempt(self.running[-1])
                 preempted = True
@@ -116,7 +117,7 @@ class Scheduler:
             budget -= num_tokens
             index += 1
         if not preempted:
-            plan += self._admit(budget)
+            plan += self._admit(budget, most_of_one)
         return plan
 
     def cached_tokens(self, prefix: tuple[int, ...], num_tokens: int) -> int:
@@ -135,9 +136,10 @@ class Scheduler:
         for sequence in running:
             if sequence.num_tokens - sequence.num_computed != 1:
                 return 0
-        budget = max(0, self.mixed_step_tokens - len(running))
-        if self.waiting and budget and len(running) < self.max_num_seqs and self._could_admit(self.waiting[0], budget):
-            return 0
+        if self.waiting and len(running) < self.max_num_seqs:
+            limit, most_of_one = self._limits()
+            if limit > len(running) and self._could_admit(self.waiting[0], limit - len(running), most_of_one):
+                return 0
         if len(running) * (most // self.block_tokens + 1) <= self.free_blocks or self._blocks_for(most) <= self.free_blocks:
             return most
         low, high = 0, most  # the last count that has room, the first one known to have none
@@ -166,12 +168,16 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.assert_unheld()
 
-    def _budget(self) -> int:
-        """Tokens of the next step. Beside decodes prompts get fewer, so that a step stays as short as decodes want it."""
-        if self.mixed_step_tokens == self.max_num_batched_tokens:
-            return self.max_num_batched_tokens
-        decodes = sum([s.num_tokens - s.num_computed == 1 and s.num_computed > 0 for s in self.running])
-        return min(self.max_num_batched_tokens, max(self.mixed_step_tokens, decodes)) if decodes else self.max_num_batched_tokens
+    def _limits(self) -> tuple[int, int]:
+        """Tokens of the next step, and of one sequence in it. Beside decodes prompts get fewer, so that it stays as short as those want."""
+        whole, left = self.max_num_batched_tokens, self._left_by_one
+        if self.mixed_step_tokens < whole:
+            decodes = sum([s.num_tokens - s.num_computed == 1 and s.num_computed > 0 for s in self.running])
+            limit = min(whole, max(self.mixed_step_tokens, decodes))
+            if decodes and limit < whole:
+                shared = left if len(self.running) - decodes + len(self.waiting) > 1 else 0
+                return limit, max(limit - decodes - shared, limit // 4, 1) if left else limit
+        return whole, whole - left if len(self.running) + len(self.waiting) > 1 else whole
 
     @property
     def _unit_tokens(self) -> int:
@@ -183,11 +189,11 @@ class Scheduler:
             return 0
         return min(self.prefixes.match(prefix), (num_tokens - 1) // self._unit_tokens)
 
-    def _could_admit(self, sequence: Sequence, budget: int) -> bool:
-        """Whether the first chunk of a waiting sequence, `budget` tokens at most, has room. Looking leaves no trace in the prefix cache."""
+    def _could_admit(self, sequence: Sequence, budget: int, most_of_one: int) -> bool:
+        """Whether the first chunk of a waiting sequence, of so many tokens at most, has room. Leaves no trace in the prefix cache."""
         units = self._usable_units(sequence.prefix, sequence.num_tokens)
         start = _start(sequence, units * self._unit_tokens)
-        num_tokens = start + min(sequence.num_tokens - start, budget, self._most_of_one)
+        num_tokens = start + min(sequence.num_tokens - start, budget, most_of_one)
         blocks = -(-num_tokens // self.block_tokens)
         if units and self.prefixes is not None:
             blocks -= units * self.prefixes.unit_blocks - self.prefixes.evictable_among(sequence.prefix[:units])
@@ -202,18 +208,18 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.evict_to(self.free_blocks)
 
-    def _admit(self, budget: int) -> list[Scheduled]:
+    def _admit(self, budget: int, most_of_one: int) -> list[Scheduled]:
         plan: list[Scheduled] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
-            if not self._could_admit(sequence, budget):
+            if not self._could_admit(sequence, budget, most_of_one):
                 break
             self.waiting.popleft()
             self._hold_prefix(sequence)
             start = _start(sequence, sequence.num_cached)
             if start < sequence.num_ready:
                 sequence.num_ready = 0
-            num_tokens = min(sequence.num_tokens - start, budget, self._most_of_one)
+            num_tokens = min(sequence.num_tokens - start, budget, most_of_one)
             has_room = self._allocate(sequence, start + num_tokens)
             assert has_room
             sequence.is_running = True

@@ -25,7 +25,10 @@ def limit_mixed_steps(mixed_step_tokens: int) -> None:
 
 
 def _with_mixed_steps(schedule: Any) -> Any:
-    """`schedule` with other limits for one call: of the step, and of a long prompt in it, which leaves others as much as always."""
+    """`schedule` with other limits for one call: of the step, and of a long prompt in it.
+
+    Where a prompt is there beside it, a long one leaves it as much as in other steps; what decodes take is not counted as that.
+    """
 
     @functools.wraps(schedule)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +40,8 @@ def _with_mixed_steps(schedule: Any) -> Any:
         long_prompt = config.long_prefill_token_threshold
         self.max_num_scheduled_tokens = limit
         if long_prompt:
-            config.long_prefill_token_threshold = max(limit - max(0, whole - long_prompt), limit // 4, 1)
+            left = max(0, whole - long_prompt) if num_prompts(self) > 1 else 0
+            config.long_prefill_token_threshold = max(limit - decodes * (1 + self.num_spec_tokens) - left, limit // 4, 1)
         try:
             return schedule(self, *args, **kwargs)
         finally:
@@ -51,3 +55,10 @@ def _with_mixed_steps(schedule: Any) -> Any:
 def num_decodes(running: Iterable[Request]) -> int:
     """How many of them wait for more tokens with their whole prompt computed. An answer of one token never decodes."""
     return sum(request.max_tokens > 1 and request.num_computed_tokens >= request.num_prompt_tokens for request in running)
+
+
+def num_prompts(scheduler: Any) -> int:
+    """How many requests could have prompt tokens computed in the next step: those under way, and those that wait for nothing else."""
+    under_way: int = sum(request.num_computed_tokens < request.num_prompt_tokens for request in scheduler.running)
+    waiting: int = len(scheduler.waiting) + len(scheduler.kv_holding_waiting) - len(scheduler.deferred_waiting)
+    return under_way + max(0, waiting)

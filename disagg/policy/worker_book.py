@@ -213,7 +213,8 @@ class WorkerBook:
         most = limit = state.max_step_tokens or UNKNOWN_STEP_TOKENS
         if (decodes or a.coming > len(self.coming_at)) and 0 < state.mixed_step_tokens < limit:
             limit = state.mixed_step_tokens
-        chunk = max(min(limit - self.pass_tokens, limit - decodes), limit // 4, 1)
+        # An engine that is told how long steps beside decodes may be keeps nothing for short prompts where none is (vllm_steps.py).
+        chunk = max(limit - decodes if limit < most else min(limit - self.pass_tokens, limit - decodes), limit // 4, 1)
         room = state.total_kv_tokens - a.kv_tokens
         if a.kv_variance:
             room -= math.ceil(KV_DOUBT * math.sqrt(a.kv_variance))
@@ -331,6 +332,8 @@ class WorkerBook:
             return None
         o = self.outline(now_s)
         room = self.pass_tokens - o.decodes
+        if o.decodes and 0 < (limit := self.state.mixed_step_tokens) < self.state.max_step_tokens:
+            room = min(self.pass_tokens, limit - limit // 4 - o.decodes)  # in these steps room beside the decodes (vllm_steps.py)
         if room <= 0 or self.busy_until_s - now_s < self._long_step_s:
             return None
         steps = -(-(self.passing_tokens + tokens) // room)
