@@ -39,6 +39,7 @@ WORKLOADS = (TUNED_ON, "short-chat", "azure-conv-cpu")
 CHUNK_TRIALS = 3
 RATES = 5
 SHORTEST_S, LONGEST_S = 8.0, 75.0  # of a turn's sending
+WARM_UPS = 3  # of an arm: its shortest, median and longest requests, one kind after the other
 ONE_ROUND_BELOW_S = 12.0  # shorter turns than this, and one round twice as long says more than two
 ENGINE_ARGS = {"kv_cache_memory_bytes": 512 << 20}  # so that six engines fit the memory beside each other
 BOXES_GIB = 0.2
@@ -78,12 +79,12 @@ class Plan:
 def plan(budget_min: float, spent_s: float, speed: Speed, capacity: Mapping[str, Capacity], arms: int) -> Plan:
     """Share what is left of the budget between the workloads; turns are as long as that allows."""
     left_s = max(0.0, 60 * budget_min - spent_s)
-    trials_s = CHUNK_TRIALS * (speed.start_s + TRIAL_S + max(one.longest_s for one in capacity.values()))
+    trials_s = _trials_s(speed, capacity)
     case_s = (left_s - trials_s) / len(capacity)
     rounds, durations = {}, {}
     probably_s = spent_s + trials_s
     for name, one in capacity.items():
-        warm_up_s = 3 * one.longest_s  # of an arm: its shortest, median and longest requests, one kind after the other
+        warm_up_s = WARM_UPS * one.longest_s
         turn_s = (case_s - arms * (speed.start_s + warm_up_s)) / (RATES * arms)
         sending_s = turn_s / 2 - 1.5 * one.longest_s  # the rest of a turn goes by until its last answers are there
         rounds[name] = 2 if sending_s >= ONE_ROUND_BELOW_S else 1
@@ -91,6 +92,12 @@ def plan(budget_min: float, spent_s: float, speed: Speed, capacity: Mapping[str,
         turns = RATES * arms * rounds[name]
         probably_s += arms * (speed.start_s + warm_up_s) + turns * (durations[name] + 1.5 * one.longest_s)
     return Plan(budget_min, speed, dict(capacity), probably_s, max(0.0, case_s), rounds, durations)
+
+
+def _trials_s(speed: Speed, capacity: Mapping[str, Capacity]) -> float:
+    """What the chunk search takes."""
+    longest_s = max(one.longest_s for one in capacity.values())
+    return CHUNK_TRIALS * (speed.start_s + (WARM_UPS + 2) * longest_s + TRIAL_S)
 
 
 def main() -> int:
@@ -111,10 +118,10 @@ def main() -> int:
     if given.plan_only:
         return 0
     failed = []
-    for name in planned.capacity:
-        if given.resume and (given.out / name / "result.json").exists():
-            continue
-        if not _run(name, planned, given.out, resume=given.resume):
+    open_ = [name for name in planned.capacity if not (given.resume and (given.out / name / "result.json").exists())]
+    for i, name in enumerate(open_):
+        left_s = 60 * planned.budget_min - (time.monotonic() - begin_s)
+        if not _run(name, planned, given.out, _limit_s(name, planned, left_s, len(open_) - i, given.out), resume=given.resume):
             failed.append(name)
         print(f"{name}: done {(time.monotonic() - begin_s) / 60:.1f} min after the start", flush=True)
     text = _summary(planned, given.out)
@@ -125,13 +132,19 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _run(name: str, planned: Plan, out: Path, *, resume: bool) -> bool:
+def _limit_s(name: str, planned: Plan, left_s: float, cases: int, out: Path) -> float:
+    """What a workload may take of what is left for `cases` of them: the others' unused time, too; half of what was planned in any case."""
+    trials_s = _trials_s(planned.speed, planned.capacity) if _tuned(name, out) is None else 0.0
+    return trials_s + max(0.5 * planned.case_s, (left_s - trials_s) / cases)
+
+
+def _run(name: str, planned: Plan, out: Path, limit_s: float, *, resume: bool) -> bool:
     """One case; whether it came to a result. What an accident broke off in the middle goes on, once: its rows are kept."""
     folder = out / name
-    code = subprocess.run(_command(name, planned, out, resume=resume), check=False).returncode
+    code = subprocess.run(_command(name, planned, out, limit_s, resume=resume), check=False).returncode
     if code and _is_begun(folder) and not (folder / "result.json").exists():
         print(f"{name}: broken off; going on with what is measured", flush=True)
-        code = subprocess.run(_command(name, planned, out, resume=True), check=False).returncode
+        code = subprocess.run(_command(name, planned, out, limit_s, resume=True), check=False).returncode
     return code == 0
 
 
@@ -170,11 +183,10 @@ def _for_bench(topology: Topology, base_dir: Path) -> Topology:
     return parse_topology(raw)
 
 
-def _command(name: str, planned: Plan, out: Path, *, resume: bool) -> list[str]:
+def _command(name: str, planned: Plan, out: Path, limit_s: float, *, resume: bool) -> list[str]:
     folder = out / name
-    tuned = _chosen_chunk(out) if name != TUNED_ON else None  # None, too, where it is not among the workloads
+    tuned = _tuned(name, out)
     chunk = ["--chunk-trials", str(CHUNK_TRIALS)] if tuned is None else ["--chunk", str(tuned)]
-    limit_s = planned.case_s + (CHUNK_TRIALS * (planned.speed.start_s + TRIAL_S) if tuned is None else 0.0)
     return [
         *(sys.executable, "-c", "from disagg.cli import app; app()", "ab", str(out / "topology.yaml")),
         *("--workload", str(out / f"{name}.yaml"), "--arms", ARMS, "--rounds", str(planned.rounds[name])),
@@ -184,13 +196,18 @@ def _command(name: str, planned: Plan, out: Path, *, resume: bool) -> list[str]:
     ]
 
 
+def _tuned(name: str, out: Path) -> int | None:
+    """The chunk to use; None where the case has to search it."""
+    return _chosen_chunk(out) if name != TUNED_ON else None
+
+
 def _is_begun(folder: Path) -> bool:
     """Whether a run left something to go on with, if only in its chunk search."""
     return any((folder / name).exists() for name in ("asked.json", "run.json"))
 
 
 def _chosen_chunk(out: Path) -> int | None:
-    """What the search on TUNED_ON chose; None where it was not made."""
+    """What the search on TUNED_ON chose; None where it was not made (that workload was not asked for)."""
     file = out / TUNED_ON / "result.json"
     search = read_result(file).chunk_search if file.exists() else None
     return None if search is None else search.chosen_tokens

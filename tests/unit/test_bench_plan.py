@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.ab import ARMS, CHUNK_TRIALS, RATES, WORKLOADS, Plan, _read_plan, _run, plan
+from bench.ab import ARMS, CHUNK_TRIALS, RATES, WORKLOADS, Plan, _limit_s, _read_plan, _run, plan
 from bench.calibrate import Capacity
 from disagg.ab.chunk_search import TRIAL_S
 from disagg.ab.machine_fit import REFERENCE_PREFILL_TOKENS_PER_S, REFERENCE_STEP_S, Speed
@@ -30,7 +30,7 @@ def capacities(longest_s: float) -> dict[str, Capacity]:
 def test_what_is_planned_fits_the_budget_or_says_that_it_does_not(budget_min: float, speed: Speed, longest_s: float, fits: bool):
     spent_s = 200.0
     found = plan(budget_min, spent_s, speed, capacities(longest_s), NUM_ARMS)
-    total_s = spent_s + CHUNK_TRIALS * (speed.start_s + TRIAL_S + longest_s)
+    total_s = spent_s + CHUNK_TRIALS * (speed.start_s + TRIAL_S + 5 * longest_s)
     for name in WORKLOADS:
         turns = RATES * NUM_ARMS * found.rounds[name]
         total_s += NUM_ARMS * (speed.start_s + 3 * longest_s) + turns * (found.duration_s[name] + 1.5 * longest_s)
@@ -67,5 +67,17 @@ def test_a_case_that_is_broken_off_goes_on_once(
 
     monkeypatch.setattr(subprocess, "run", run)
     planned = plan(42, 0.0, REFERENCE, capacities(3.0), NUM_ARMS)
-    assert _run("short-chat", planned, tmp_path, resume=False) is is_whole
+    assert _run("short-chat", planned, tmp_path, 600.0, resume=False) is is_whole
     assert ["--resume" in command for command in commands] == [False, True][: len(codes)]
+
+
+def test_time_that_a_case_leaves_is_the_others(tmp_path: Path):
+    planned = plan(42, 200.0, REFERENCE, capacities(3.0), NUM_ARMS)
+    left_s = 42 * 60 - 200.0
+    trials_s = CHUNK_TRIALS * (30 + TRIAL_S + 15)
+    assert _limit_s(WORKLOADS[0], planned, left_s, 3, tmp_path) == pytest.approx(trials_s + planned.case_s)
+    in_time_s = left_s - trials_s - planned.case_s
+    assert _limit_s(WORKLOADS[0], planned, in_time_s + trials_s, 2, tmp_path) == pytest.approx(trials_s + planned.case_s)
+    assert _limit_s(WORKLOADS[0], planned, in_time_s + trials_s + 300, 2, tmp_path) == pytest.approx(trials_s + planned.case_s + 150)
+    # What is over its time still measures something.
+    assert _limit_s(WORKLOADS[0], planned, 0.0, 1, tmp_path) == pytest.approx(trials_s + 0.5 * planned.case_s)
