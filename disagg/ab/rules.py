@@ -143,9 +143,9 @@ class RangeSearch:
         saturation = math.sqrt(low * high) if low is not None and high is not None else low or high or start_rps
         return tuple(rounded(saturation * share) for share in self.shares())
 
-    def shares(self) -> list[float]:
-        """Shares of the saturation rate that are measured: from light to past it."""
-        return [0.3 + (1.25 - 0.3) * i / max(1, self.points - 1) for i in range(self.points)]
+    def shares(self, most: float = 1.25) -> list[float]:
+        """Shares of the saturation rate that are measured: from light to past it, `most`."""
+        return [0.3 + (most - 0.3) * i / max(1, self.points - 1) for i in range(self.points)]
 
 
 def rounded(rate_rps: float) -> float:
