@@ -3,8 +3,8 @@
 One number per sequence, `num_computed`, replaces two phases: a sequence wants `num_tokens - num_computed` more tokens computed, many
 while its prompt is new, one while it decodes. Each step hands out at most `max_num_batched_tokens`: first to running sequences in their
 order, then to waiting ones, first come first served; where others want some too, one sequence gets `long_prefill_tokens` of them at most
-(of a shorter step beside decodes, see `mixed_step_tokens`, it leaves other prompts as much as it does there). When the cache is full, the
-newest running sequence is preempted: its blocks are freed, it goes to the front of the waiting ones and computes all its tokens again.
+(less beside decodes where `mixed_step_tokens` is set, see mixed_step.py). When the cache is full, the newest running sequence is preempted:
+its blocks are freed, it goes to the front of the waiting ones and computes all its tokens again.
 
     waiting --admit--> running --remove--> gone          blocks: only running sequences hold any
        ^-----preempt-----'
@@ -19,6 +19,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from disagg.engine.mixed_step import long_prompt_tokens
 from disagg.engine.simulated_prefix import PrefixCache
 
 
@@ -66,7 +67,7 @@ class Scheduler:
     ) -> None:
         """`mixed_step_tokens`: tokens of a step in which somebody decodes, at most; every decode gets its token in any case."""
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.mixed_step_tokens = min(mixed_step_tokens or max_num_batched_tokens, max_num_batched_tokens)
+        self.mixed_step_tokens = min(mixed_step_tokens or 0, max_num_batched_tokens)  # 0: as others
         self.max_num_seqs = max_num_seqs
         self._left_by_one = max(0, max_num_batched_tokens - long_prefill_tokens) if long_prefill_tokens else 0
         self.num_blocks = num_blocks
@@ -170,14 +171,13 @@ class Scheduler:
 
     def _limits(self) -> tuple[int, int]:
         """Tokens of the next step, and of one sequence in it. Beside decodes prompts get fewer, so that it stays as short as those want."""
-        whole, left = self.max_num_batched_tokens, self._left_by_one
-        if self.mixed_step_tokens < whole:
+        whole, kept = self.max_num_batched_tokens, self._left_by_one
+        if self.mixed_step_tokens:
             decodes = sum([s.num_tokens - s.num_computed == 1 and s.num_computed > 0 for s in self.running])
             limit = min(whole, max(self.mixed_step_tokens, decodes))
-            if decodes and limit < whole:
-                shared = left if len(self.running) - decodes + len(self.waiting) > 1 else 0
-                return limit, max(limit - decodes - shared, limit // 4, 1) if left else limit
-        return whole, whole - left if len(self.running) + len(self.waiting) > 1 else whole
+            if decodes:
+                return limit, min(whole - kept, long_prompt_tokens(limit, decodes)) if kept else limit
+        return whole, whole - kept if len(self.running) + len(self.waiting) > 1 else whole
 
     @property
     def _unit_tokens(self) -> int:

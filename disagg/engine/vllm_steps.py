@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from disagg.engine.mixed_step import long_prompt_tokens
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -25,23 +27,20 @@ def limit_mixed_steps(mixed_step_tokens: int) -> None:
 
 
 def _with_mixed_steps(schedule: Any) -> Any:
-    """`schedule` with other limits for one call: of the step, and of a long prompt in it.
-
-    Where a prompt is there beside it, a long one leaves it as much as in other steps; what decodes take is not counted as that.
-    """
+    """`schedule` with other limits for one call: of the step, and of a long prompt in it (mixed_step.py)."""
 
     @functools.wraps(schedule)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         config, whole = self.scheduler_config, self.max_num_scheduled_tokens
         decodes = num_decodes(self.running)
-        limit = max(self._disagg_mixed_step_tokens, decodes * (1 + self.num_spec_tokens))
-        if not decodes or limit >= whole:
+        if not decodes:
             return schedule(self, *args, **kwargs)
+        taken = decodes * (1 + self.num_spec_tokens)
+        limit = min(whole, max(self._disagg_mixed_step_tokens, taken))
         long_prompt = config.long_prefill_token_threshold
         self.max_num_scheduled_tokens = limit
         if long_prompt:
-            left = max(0, whole - long_prompt) if num_prompts(self) > 1 else 0
-            config.long_prefill_token_threshold = max(limit - decodes * (1 + self.num_spec_tokens) - left, limit // 4, 1)
+            config.long_prefill_token_threshold = min(long_prompt, long_prompt_tokens(limit, taken))
         try:
             return schedule(self, *args, **kwargs)
         finally:
@@ -55,10 +54,3 @@ def _with_mixed_steps(schedule: Any) -> Any:
 def num_decodes(running: Iterable[Request]) -> int:
     """How many of them wait for more tokens with their whole prompt computed. An answer of one token never decodes."""
     return sum(request.max_tokens > 1 and request.num_computed_tokens >= request.num_prompt_tokens for request in running)
-
-
-def num_prompts(scheduler: Any) -> int:
-    """How many requests could have prompt tokens computed in the next step: those under way, and those that wait for nothing else."""
-    under_way: int = sum(request.num_computed_tokens < request.num_prompt_tokens for request in scheduler.running)
-    waiting: int = len(scheduler.waiting) + len(scheduler.kv_holding_waiting) - len(scheduler.deferred_waiting)
-    return under_way + max(0, waiting)

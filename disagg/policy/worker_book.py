@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from disagg.engine.mixed_step import long_prompt_tokens, room_for_short
 from disagg.policy.outline import Outline
 from disagg.policy.step_cost import StepCost
 from disagg.policy.step_fit import StepFit
@@ -213,8 +214,10 @@ class WorkerBook:
         most = limit = state.max_step_tokens or UNKNOWN_STEP_TOKENS
         if (decodes or a.coming > len(self.coming_at)) and 0 < state.mixed_step_tokens < limit:
             limit = state.mixed_step_tokens
-        # An engine that is told how long steps beside decodes may be keeps nothing for short prompts where none is (vllm_steps.py).
-        chunk = max(limit - decodes if limit < most else min(limit - self.pass_tokens, limit - decodes), limit // 4, 1)
+        if decodes and state.mixed_step_tokens and self.pass_tokens:
+            chunk = min(most - self.pass_tokens, long_prompt_tokens(limit, decodes))
+        else:
+            chunk = max(min(limit - self.pass_tokens, limit - decodes), limit // 4, 1)
         room = state.total_kv_tokens - a.kv_tokens
         if a.kv_variance:
             room -= math.ceil(KV_DOUBT * math.sqrt(a.kv_variance))
@@ -332,8 +335,8 @@ class WorkerBook:
             return None
         o = self.outline(now_s)
         room = self.pass_tokens - o.decodes
-        if o.decodes and 0 < (limit := self.state.mixed_step_tokens) < self.state.max_step_tokens:
-            room = min(self.pass_tokens, limit - limit // 4 - o.decodes)  # in these steps room beside the decodes (vllm_steps.py)
+        if o.decodes and (limit := min(self.state.mixed_step_tokens, self.state.max_step_tokens)):
+            room = room_for_short(limit, o.decodes)
         if room <= 0 or self.busy_until_s - now_s < self._long_step_s:
             return None
         steps = -(-(self.passing_tokens + tokens) // room)

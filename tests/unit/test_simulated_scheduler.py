@@ -59,22 +59,19 @@ def test_a_mixed_step_is_shorter_and_a_step_without_decodes_is_not() -> None:
     assert step(scheduler) == {other: 13}  # nobody decodes any more
 
 
-@pytest.mark.parametrize(("mixed", "passing"), [(16, 6), (None, 4)])
-def test_a_long_prompt_leaves_short_ones_room_beside_the_decodes_of_a_mixed_step(mixed: int | None, passing: int) -> None:
+@pytest.mark.parametrize(("mixed", "long", "left"), [(16, 7, 7), (32, 15, 15), (None, 26, 4)])
+def test_a_long_prompt_leaves_short_ones_half_of_a_mixed_step(mixed: int | None, long: int, left: int) -> None:
     settings = {"max_num_batched_tokens": 32, "long_prefill_tokens": 26, "num_blocks": 100, "max_num_seqs": 8}
     scheduler = scheduler_of(**settings, **({"mixed_step_tokens": mixed} if mixed else {}))
-    chats, document = [Sequence(3), Sequence(3)], Sequence(400)
+    chats, document, late = [Sequence(3), Sequence(3)], Sequence(400), Sequence(20)
     for chat in chats:
         scheduler.add(chat)
     step(scheduler)
     scheduler.add(document)
-    alone = step(scheduler)
-    assert alone[document] == (14 if mixed else 26)  # beside decodes alone it takes all that they leave, where that is told apart
-    late = Sequence(20)
+    assert step(scheduler)[document] == long
     scheduler.add(late)
     planned = step(scheduler)
-    assert planned[late] == passing
-    assert planned[document] == (16 if mixed else 32) - 2 - passing
+    assert (planned[document], planned[late]) == (long, left), "beside two decodes"
 
 
 def test_a_long_prompt_that_is_alone_takes_the_whole_step() -> None:

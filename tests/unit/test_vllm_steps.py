@@ -10,10 +10,18 @@ import pytest
 
 from disagg.engine.vllm_steps import _with_mixed_steps
 
-PROMPT = SimpleNamespace(num_computed_tokens=400, num_prompt_tokens=3000, max_tokens=10)
-DECODE = SimpleNamespace(num_computed_tokens=64, num_prompt_tokens=64, max_tokens=10)
-RESUMED = SimpleNamespace(num_computed_tokens=32, num_prompt_tokens=64, max_tokens=10)
-LAST_CHUNK_OF_ONE_TOKEN = SimpleNamespace(num_computed_tokens=64, num_prompt_tokens=64, max_tokens=1)
+
+@dataclass(frozen=True)
+class Request:
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    max_tokens: int = 10
+
+
+PROMPT = Request(400, 3000)
+DECODE = Request(64, 64)
+RESUMED = Request(32, 64)
+LAST_CHUNK_OF_ONE_TOKEN = Request(64, 64, max_tokens=1)
 
 
 @dataclass
@@ -24,9 +32,6 @@ class Scheduler:
     long_prompt: int = 0
     max_num_scheduled_tokens: int = 512
     num_spec_tokens: int = 0
-    waiting: list[Any] = field(default_factory=list)
-    kv_holding_waiting: list[Any] = field(default_factory=list)
-    deferred_waiting: set[int] = field(default_factory=set)
     _disagg_mixed_step_tokens: int = 128
     seen: tuple[int, int] = field(init=False)
 
@@ -50,13 +55,12 @@ class Scheduler:
         (Scheduler([]), (512, 0)),
         (Scheduler([PROMPT, RESUMED, LAST_CHUNK_OF_ONE_TOKEN]), (512, 0)),
         (Scheduler([PROMPT, DECODE]), (128, 0)),
-        (Scheduler([PROMPT, DECODE], long_prompt=416), (128, 127)),  # nobody else wants any
-        (Scheduler([PROMPT, DECODE, RESUMED], long_prompt=416), (128, 32)),  # 96 tokens are left to others, but a quarter is its own
-        (Scheduler([PROMPT, DECODE], long_prompt=480, waiting=[RESUMED]), (128, 95)),
-        (Scheduler([PROMPT, *[DECODE] * 40], long_prompt=480, waiting=[RESUMED]), (128, 56)),  # beside what decodes take
-        (Scheduler([PROMPT, *[DECODE] * 40], long_prompt=480, num_spec_tokens=1, kv_holding_waiting=[RESUMED]), (128, 32)),
-        (Scheduler([PROMPT, DECODE], long_prompt=480, waiting=[RESUMED], deferred_waiting={1}), (128, 127)),  # it waits for its KV
+        (Scheduler([PROMPT, DECODE], long_prompt=416), (128, 63)),  # half of what the decodes leave is for short ones
+        (Scheduler([PROMPT, *[DECODE] * 40], long_prompt=480), (128, 44)),
+        (Scheduler([PROMPT, *[DECODE] * 40], long_prompt=480, num_spec_tokens=1), (128, 32)),  # but a quarter is its own
+        (Scheduler([PROMPT, DECODE], long_prompt=48), (128, 48)),
         (Scheduler([PROMPT, DECODE], _disagg_mixed_step_tokens=600), (512, 0)),
+        (Scheduler([PROMPT, DECODE], long_prompt=416, _disagg_mixed_step_tokens=600), (512, 255)),
         (Scheduler([DECODE] * 200), (200, 0)),
         (Scheduler([DECODE] * 100, num_spec_tokens=3), (400, 0)),
         (Scheduler([DECODE] * 600), (512, 0)),
