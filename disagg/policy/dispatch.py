@@ -446,6 +446,7 @@ class Dispatcher:
             waiter.cached,
             0.0,
             len(self._waiting) > 1,
+            waiter.known,
         )
 
     def _wake_at_s(self, now_s: float) -> float | None:

@@ -48,6 +48,20 @@ CROSS_HOST_BYTES_PER_S = 1e9
 _PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # Python 3.11 looks an enum's member up by a call
 
 
+class Known:
+    """What one request's legs on a worker cost, as far as neither the instant nor the queue matters; each with the outline it is of.
+
+    Who waits is weighed again at each event, and most workers have not changed since. `firsts`: the prompt's seconds, what it costs those
+    who decode beside it, and the work that it adds behind other prompts. `seconds`: the leg of a worker without prompts.
+    """
+
+    __slots__ = ("firsts", "seconds")
+
+    def __init__(self) -> None:
+        self.firsts: dict[WorkerBook, tuple[Outline, float, float, float]] = {}
+        self.seconds: dict[WorkerBook, tuple[Outline, SecondLeg]] = {}
+
+
 @dataclass(slots=True)
 class Ask:
     """What one request asks of its workers. `waited_s`: since its arrival. `output_tokens`: expected; `kv_tokens`: to reserve,
@@ -56,7 +70,8 @@ class Ask:
     `spread`: over how many of them a delay is spread, by likelihood; `spread_tokens`: the harmonic mean of those.
 
     `cached`: context tokens by worker that its prefix cache holds. `moves_kv`: there will be a second token. `queue_price`: regret that a
-    second of a prefill worker's time costs those who wait behind; `has_followers`: there are such.
+    second of a prefill worker's time costs those who wait behind; `has_followers`: there are such. `known`: what was worked out for the
+    same request before, and holds as long as a worker's outline does.
     """
 
     context_tokens: int
@@ -74,6 +89,7 @@ class Ask:
     cached: Mapping[str, int] = field(default_factory=dict)
     queue_price: float = 0.0
     has_followers: bool = False
+    known: Known = field(default_factory=Known)
 
 
 @dataclass(slots=True, eq=False)  # not frozen: hundreds are made per decision
@@ -127,7 +143,10 @@ def weigh_first(w: WorkerBook, ask: Ask, standing: Standing, extra_s: float = 0.
     tokens = ask.context_tokens - cached
     is_behind = bool(w.prefilling)
     wait_s = w.wait_s(now_s, o) + extra_s
-    core_s = w.prefill_s(tokens, cached, o)
+    known = ask.known.firsts.get(w)
+    if known is None or known[0] is not o:
+        known = ask.known.firsts[w] = _first_known(w, o, tokens, cached)
+    _, core_s, stall_cost, work_s = known
     prefill_s = core_s + o.overhead_s
     if is_behind and ask.has_followers and prefill_s < o.feed_s:
         prefill_s = o.feed_s  # others will share its step
@@ -135,29 +154,43 @@ def weigh_first(w: WorkerBook, ask: Ask, standing: Standing, extra_s: float = 0.
     if passing is not None and sum(passing) < wait_s + core_s:
         wait_s, core_s = passing
         prefill_s = core_s + o.overhead_s
+        stall_cost = _stall_of(w, o, tokens, core_s)
+        work_s = o.overhead_s + o.cost.prefill_s(tokens, cached, o.chunk_tokens, o.decodes, o.context_tokens)
     else:
         passing = None
     share = (ask.waited_s + wait_s + prefill_s) / ask.targets.ttft_scale_s
     cost = EASE * share if share <= FIRST_KNEE else regret(share, EASE, FIRST_KNEE)
     if w.coming_at:
         cost += _delay_cost(w, o, now_s + wait_s, core_s)
-    if o.decodes:
-        steps = -(-tokens // o.chunk_tokens)
-        cost += _stall_cost(w, o, max(0.0, core_s - steps * o.step_s), steps)
+    cost += stall_cost
     if is_behind and ask.queue_price:
         # Its next free second is one that somebody else waits for; an idle worker's is lost when nobody takes it. What a step that is
         # there already would save is left out: whoever comes next saves it too, and for its sake the first of a queue would wait on and on.
-        work_s = o.overhead_s
-        if passing is None and not w.shares_a_step:
-            work_s += core_s
-        else:
-            work_s += o.cost.prefill_s(tokens, cached, o.chunk_tokens, o.decodes, o.context_tokens)
         cost += ask.queue_price * (work_s if work_s > o.feed_s else o.feed_s)
     if w.role is _DECODE:
         cost += ROLE_BIAS
     if w.name in ask.avoid:
         cost += AVOIDED
     return FirstLeg(w, cost, wait_s, prefill_s, cached, passing is not None)
+
+
+def _first_known(w: WorkerBook, o: Outline, tokens: int, cached: int) -> tuple[Outline, float, float, float]:
+    """Of a prompt that passes nobody (Known.firsts)."""
+    core_s = w.prefill_s(tokens, cached, o)
+    work_s = o.overhead_s
+    if w.shares_a_step:
+        work_s += o.cost.prefill_s(tokens, cached, o.chunk_tokens, o.decodes, o.context_tokens)
+    else:
+        work_s += core_s
+    return o, core_s, _stall_of(w, o, tokens, core_s), work_s
+
+
+def _stall_of(w: WorkerBook, o: Outline, tokens: int, prompt_s: float) -> float:
+    """What a prompt of `tokens` tokens, `prompt_s` seconds in all, costs those that decode beside it."""
+    if not o.decodes:
+        return 0.0
+    steps = -(-tokens // o.chunk_tokens)
+    return _stall_cost(w, o, max(0.0, prompt_s - steps * o.step_s), steps)
 
 
 def _stall_cost(w: WorkerBook, o: Outline, stall_s: float, steps: int) -> float:
@@ -193,6 +226,19 @@ def _delay_cost(w: WorkerBook, o: Outline, start_s: float, prompt_s: float) -> f
 def weigh_second(w: WorkerBook, ask: Ask, standing: Standing, ready_s: float = 0.0) -> SecondLeg:
     """The answer on `w`, beside what is there. `ready_s`: from now, until the KV is there when it comes from elsewhere."""
     o = w.outline(standing.now_s)
+    known = ask.known.seconds.get(w)
+    if known is None or known[0] is not o:
+        known = ask.known.seconds[w] = (o, _second_known(w, o, ask))
+    leg = known[1]
+    cost = leg.cost + AVOIDED if w.name in ask.avoid else leg.cost
+    busy_s = w.busy_until_s - standing.now_s - ready_s if w.prefilling else 0.0
+    if busy_s <= 0.0 and cost == leg.cost:
+        return leg
+    return SecondLeg(w, cost, leg.tpot_s, w.until_let_in_s(busy_s, o) if busy_s > 0.0 else 0.0)
+
+
+def _second_known(w: WorkerBook, o: Outline, ask: Ask) -> SecondLeg:
+    """Where no prompt is in the way (Known.seconds)."""
     tpot_s = w.gap_with_s(o, ask.context_tokens + 0.5 * ask.output_tokens)
     share = tpot_s / ask.targets.tpot_scale_s
     cost = EASE * share if share <= KNEE else regret(share)
@@ -209,10 +255,7 @@ def weigh_second(w: WorkerBook, ask: Ask, standing: Standing, ready_s: float = 0
         cost += FULL_WEIGHT * (o.fullness - FULL_FROM)
     if w.role is _PREFILL:
         cost += ROLE_BIAS
-    if w.name in ask.avoid:
-        cost += AVOIDED
-    busy_s = w.busy_until_s - standing.now_s - ready_s if w.prefilling else 0.0
-    return SecondLeg(w, cost, tpot_s, w.until_let_in_s(busy_s, o) if busy_s > 0.0 else 0.0)
+    return SecondLeg(w, cost, tpot_s, 0.0)
 
 
 def has_room(w: WorkerBook, ask: Ask, standing: Standing) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from disagg.policy.decision import Prediction
 from disagg.policy.outputs import Keep
+from disagg.policy.router import Known
 from disagg.policy.targets import NO_TTFT_DEADLINE_S, Spread, Targets
 from disagg.types import Request
 
@@ -25,7 +26,8 @@ Place = tuple[bool, int, float, int]  # best effort, priority negated, deadline,
 @dataclass(slots=True)
 class Waiter:
     """One request in the queue. `work_s`: seconds of prefill on a typical worker. `prefix`: identities of its context's blocks, and
-    `cached` the tokens of it that workers hold. `is_checked`: admission has looked at it, and `admitted` is what it predicted then."""
+    `cached` the tokens of it that workers hold. `is_checked`: admission has looked at it, and `admitted` is what it predicted then. `known`:
+    what the router keeps of one look at the workers for the next."""
 
     key: int
     request: Request
@@ -44,6 +46,7 @@ class Waiter:
     is_best_effort: bool = False
     is_checked: bool = False
     admitted: Prediction | None = None
+    known: Known = field(default_factory=Known)
 
     @property
     def place(self) -> Place:

@@ -11,6 +11,8 @@ import pytest
 
 from disagg.config import SloClass
 from disagg.errors import InvalidRequestError
+from disagg.policy.decision import Decisions
+from disagg.policy.router import Known
 from disagg.policy.step_cost import GENERIC, StepCost
 from disagg.types import EngineState, Mode, Role, StepRecord
 from tests.policy_rig import BATCH, CHAT, COST, FREE, STATE, Rig
@@ -132,3 +134,35 @@ def test_it_decides_whatever_comes(mode: Mode, seed: int) -> None:
             cost = book.fit.cost
             assert min(cost.base_s, cost.over_s, cost.token_s, cost.pair_s, cost.decode_s, cost.context_s) >= 0.0
     it.end()
+
+
+def decisions_of(mode: Mode, seed: int, *, forgets: bool) -> list[Decisions]:
+    """What is decided in a history; with `forgets` nothing is kept of one look at the workers for the next."""
+    it = Anything(mode, seed)
+    d = it.rig.dispatcher
+    ask, decide, said = d._ask, d.decide, []
+    if forgets:
+        d._ask = lambda waiter, now_s: replace(ask(waiter, now_s), known=Known())  # type: ignore[method-assign]
+
+    def noted(now_s: float) -> Decisions:
+        said.append(decide(now_s))
+        return said[-1]
+
+    d.decide = noted  # type: ignore[method-assign]
+    for _ in range(400):
+        it.rig.now_s += it.rng.choice([0.0, 1e-4, 1e-4, 0.02, 0.5])
+        it.rng.choice([it.request, it.request, it.worker, it.answer])()
+        it.decide()
+    return said
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("seed", range(2))
+def test_what_is_kept_of_a_look_changes_no_decision(mode: Mode, seed: int) -> None:
+    kept, fresh = (decisions_of(mode, seed, forgets=forgets) for forgets in (False, True))
+    assert any(decisions.grants for decisions in kept)
+    for one, other in zip(kept, fresh, strict=True):
+        assert [(g.key, g.route, g.prediction, g.admitted) for g in one.grants] == [
+            (g.key, g.route, g.prediction, g.admitted) for g in other.grants
+        ]
+        assert [(r.key, r.reason, r.retry_after_s) for r in one.refusals] == [(r.key, r.reason, r.retry_after_s) for r in other.refusals]
