@@ -1,6 +1,7 @@
 """The planner: screen every plan by formulas, simulate the best few of each kind, compare the winners. Pure; same question, same answer.
 
-screened ──> the best two of disagg, the best two of colocated ──simulated──> their neighbours ──> adaptive on the best alike workers
+screened ──> the best of disagg and of colocated, one run each ──> so far
+                └──> the best two of each ──simulated──> their neighbours ──> adaptive on the best alike workers
                                                                                  └──> verdict, its distance from flipping
 
 Simulations are what takes time, so: what cannot beat the best of its kind by arithmetic alone is not simulated (Screen.most_rps), and
@@ -26,7 +27,7 @@ FINALISTS = 2  # of each kind
 MOST_MOVES = 3  # from a winner to a better neighbour
 SHOWN = 5
 TOLERANCE = 0.04  # of a goodput
-HOPE = 1.25  # by so much the formulas may hold a plan for less than another, beside what they were off there, and it is simulated
+HOPE = 1.2  # by so much the formulas may hold a plan for less than another, beside what they were off there, and it is simulated
 CLEAR = 0.05  # by so much a goodput must be higher, for a plan to be called better: the noise of a search is about half of it
 Say = Callable[[str], None]
 
@@ -70,7 +71,8 @@ def make_plan(
     with_flips: bool = True,
     mapped: Mapped = map,
 ) -> Plan:
-    """Answer the question. `say` hears what is being done, `tell_verdict` the verdict, before steps that only add to it.
+    """Answer the question. `say` hears what is being done, `tell_verdict` the verdict: after one run of each kind, and when it stands,
+    before steps that only add to it.
 
     `mapped`: how simulations that do not depend on each other are run.
 
@@ -85,8 +87,12 @@ def make_plan(
     say(f"{len(found)} plans screened; simulating the best of each kind")
     question = replace(question, span_s=question.requests / screen.likely_rps(found[0].candidate, found[0].estimate_rps))
     kinds = [[s for s in found if s.candidate.mode is mode] for mode in (Mode.COLOCATED, Mode.DISAGG)]
+    looks: list[Figures | None] = [None, None]
+    if all(kind and kind[0].estimate_rps for kind in kinds):
+        looks = list(mapped(first_look, [question] * 2, kinds))
+        tell_verdict(_first_verdict(question, [kind[0].candidate for kind in kinds], looks))
     # Another process cannot be heard meanwhile.
-    first, second = mapped(partial(raced, say=say) if mapped is map else raced, [question] * 2, kinds)
+    first, second = mapped(partial(raced, say=say) if mapped is map else raced, [question] * 2, kinds, looks)
     colocated, two_pools = first.best, second.best
     trials, runs, cut = [*first.trials, *second.trials], first.runs + second.runs, first.cut + second.cut
     assert colocated is not None
@@ -114,6 +120,27 @@ def make_plan(
         duels = flips(question, two_pools, colocated, screen, mapped)
         turns = turning_points(question, two_pools, colocated, screen)
     return Plan(question, ordered, at_rate, two_pools, colocated, chosen, verdict, duels, turns, len(found), runs + 2 * len(duels), cut)
+
+
+def first_look(question: Question, ranked: Sequence[Screened]) -> Figures:
+    """One run of what the formulas hold for the best."""
+    screen = Screen(question)
+    return Trials(question, screen).first(ranked[0].candidate, _start_rps(screen, ranked[0]))
+
+
+def _first_verdict(question: Question, candidates: Sequence[Candidate], looks: Sequence[Figures | None]) -> str:
+    """Who is ahead after one run each, by what they served in class over the share that must be: less than the goodput, where all hold."""
+    colocated, disagg = (
+        Trial(candidate, at.output_rps / question.level, None, at, 1, is_rough=True)
+        for candidate, at in zip(candidates, looks, strict=True)
+        if at is not None
+    )
+    return f"{judge(disagg, colocated)[1]}, after one simulation of {colocated.candidate.name} and one of {disagg.candidate.name}"
+
+
+def _start_rps(screen: Screen, each: Screened) -> float:
+    """Where to look first."""
+    return screen.likely_rps(each.candidate, each.estimate_rps) if each.estimate_rps else 1.0
 
 
 def _ordered(trials: Sequence[Trial], winners: Sequence[Trial]) -> tuple[Trial, ...]:
@@ -147,10 +174,13 @@ class Raced:
     cut: int
 
 
-def raced(question: Question, ranked: Sequence[Screened], say: Say = lambda text: None) -> Raced:
-    """Simulate the first few of one kind, then whatever beats the best of them one step away."""
-    runner = Trials(question)
-    race = _Race(Screen(question), runner, say)
+def raced(question: Question, ranked: Sequence[Screened], look: Figures | None = None, say: Say = lambda text: None) -> Raced:
+    """Simulate the first few of one kind, then whatever beats the best of them one step away. `look`: what `first_look` found."""
+    screen = Screen(question)
+    runner = Trials(question, screen)
+    if look is not None:
+        runner.keep(ranked[0].candidate, look)
+    race = _Race(screen, runner, say)
     best = race.run(ranked)
     return Raced(best, tuple(race.trials), runner.num_runs, runner.num_cut)
 
@@ -172,9 +202,9 @@ class _Race:
         best: Trial | None = None
         for each in finalists:
             if best is None:
-                best = self.try_out(each.candidate, self._start_rps(each))
+                best = self.try_out(each.candidate, _start_rps(self._screen, each))
             elif self._may_win(each, best):
-                best = best_of([best, self.try_out(each.candidate, best.goodput_rps or self._start_rps(each), best)])
+                best = best_of([best, self.try_out(each.candidate, best.goodput_rps or _start_rps(self._screen, each), best)])
         assert best is not None
         for _ in range(MOST_MOVES):
             before = best
@@ -185,10 +215,6 @@ class _Race:
             if best is before:
                 break
         return best
-
-    def _start_rps(self, each: Screened) -> float:
-        """Where to look first."""
-        return self._screen.likely_rps(each.candidate, each.estimate_rps) if each.estimate_rps else 1.0
 
     def _may_win(self, each: Screened, rival: Trial) -> bool:
         """Whether the formulas, as far as they were off for the rival, leave it a chance, and its workers' time does.

@@ -87,15 +87,19 @@ def _balance(screen: Screen, device: Device, decode_device: Device, tp_p: int, t
 
 
 def neighbours(screen: Screen, candidate: Candidate) -> list[Candidate]:
-    """Plans one step away: one worker more on either side, or half and twice the chunk."""
+    """Plans one step away: one worker more on either side, or half and twice the chunk. All use up the GPUs as far as their degrees can."""
     if candidate.colocated is not None:
         pool = candidate.colocated
         chunks = [c for c in (pool.chunk // 2, pool.chunk * 2) if c in COLOCATED_CHUNKS]
         return [Candidate(Mode.COLOCATED, colocated=replace(pool, chunk=chunk)) for chunk in chunks]
     assert candidate.prefill is not None
     assert candidate.decode is not None
-    p, d = candidate.prefill, candidate.decode
-    counts = [(p.count + step, (screen.question.gpus - (p.count + step) * p.tp) // d.tp) for step in (-1, 1)]
+    p, d, gpus = candidate.prefill, candidate.decode, screen.question.gpus
+    # A worker more or less of the wider kind, and as many of the other as there is room for: fewer would only leave GPUs idle.
+    if p.tp >= d.tp:
+        counts = [(count, (gpus - count * p.tp) // d.tp) for count in (p.count - 1, p.count + 1)]
+    else:
+        counts = [((gpus - count * d.tp) // p.tp, count) for count in (d.count + 1, d.count - 1)]
     return [
         replace(candidate, prefill=replace(p, count=count_p), decode=replace(d, count=count_d))
         for count_p, count_d in counts

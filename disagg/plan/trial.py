@@ -42,6 +42,9 @@ _CLIFF = 0.9  # of the level
 _MOST_RUNS = 16  # for one plan's goodput
 _CLOSE = 0.04  # a share so little below the level may be chance, of fewer counted requests than
 _MANY = 500
+# Of so many and more, a share so little above the level is at it: rates one per cent apart differ by as much, for a cluster under overload
+# amplifies what is different. Each of these runs takes seconds.
+_AT_LEVEL = 0.025
 _BUSY = 0.9  # share of its time from which on a pool is the limit
 TIMEOUT_S = 1800.0
 _FIRST = ("ttft", "refused_ttft")
@@ -83,8 +86,9 @@ class Figures:
 class Trial:
     """One simulated plan. `goodput_rps`: where the share in class falls to the level, by a straight line between two rates; 0: nowhere.
 
-    `best`: figures at the highest rate that held; `beyond`: at the lowest that did not, which says what limits it. `is_rough`: it
-    lost to another plan in one run, and `goodput_rps` is what it served in class there, over the share that must be.
+    `best`: figures at the highest rate that held; `beyond`: at the lowest that did not, which says what limits it. Where a long run only
+    just holds, `goodput_rps` is what was served in class there, over the share that must be, and `best` is `beyond`, too. `is_rough`: it
+    lost to another plan in one run, and `goodput_rps` is the same of that.
     """
 
     candidate: Candidate
@@ -117,12 +121,23 @@ class Trial:
 class Trials:
     """Runs of one question; equal runs are made once. `num_runs`: simulations made; `num_cut`: of them, ended early."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Question, screen: Screen | None = None) -> None:
+        """`screen`: of the same question, where there is one."""
         self.question = question
         self.num_runs = 0
         self.num_cut = 0
-        self._screen = Screen(question)
+        self._screen = screen or Screen(question)
         self._kept: dict[tuple[Candidate, float, bool, int], Figures] = {}
+
+    def keep(self, candidate: Candidate, figures: Figures) -> None:
+        """A run that was made elsewhere, and may have been cut. It counts."""
+        self.num_runs += 1
+        self.num_cut += figures.is_cut
+        self._kept[candidate, figures.rate_rps, True, 1] = figures
+
+    def first(self, candidate: Candidate, start_rps: float) -> Figures:
+        """The run with which `goodput` begins."""
+        return self.at(candidate, min(start_rps, self.most_rps(candidate)), may_cut=True)
 
     def goodput(self, candidate: Candidate, start_rps: float, *, tolerance: float = 0.03, rival_rps: float | None = None) -> Trial:
         """Find where the plan's share in class falls to the level, to `tolerance`, from `start_rps` on.
@@ -147,12 +162,17 @@ class Trials:
                 at = self.at(candidate, rate_rps, may_cut=True, times=2)
             if at.attainment >= level:
                 low, failed = at, 0
+                if at.counted >= _MANY and at.attainment < level + _AT_LEVEL:
+                    break
             else:
                 high, failed = at, failed + 1
                 if rival_rps and low is None:
                     rough_rps = min(rival_rps, at.rate_rps * at.attainment / level)
                     return Trial(candidate, rough_rps, None, at, self.num_runs - before, is_rough=True)
             rate_rps = _next_rps(low, high, level, tolerance, failed)
+        if low is not None and low.counted >= _MANY and low.attainment < level + _AT_LEVEL:
+            goodput_rps = min(low.output_rps / level, high.rate_rps if high is not None else math.inf)
+            return Trial(candidate, goodput_rps, low, low, self.num_runs - before)
         return Trial(candidate, _crossing_rps(low, high, level), low, high, self.num_runs - before)
 
     def most_rps(self, candidate: Candidate) -> float:

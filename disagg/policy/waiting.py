@@ -26,8 +26,8 @@ Place = tuple[bool, int, float, int]  # best effort, priority negated, deadline,
 @dataclass(slots=True)
 class Waiter:
     """One request in the queue. `work_s`: seconds of prefill on a typical worker. `prefix`: identities of its context's blocks, and
-    `cached` the tokens of it that workers hold. `is_checked`: admission has looked at it, and `admitted` is what it predicted then. `known`:
-    what the router keeps of one look at the workers for the next."""
+    `cached` the tokens of it that workers hold. `is_checked`: admission has looked at it, and `admitted` is what it predicted then.
+    `known`: what the router keeps of one look at the workers for the next."""
 
     key: int
     request: Request
