@@ -24,6 +24,7 @@ import xxhash
 
 from disagg.config import SimulatedSettings
 from disagg.engine.simulated_kv import Codes, from_entry, to_entry
+from disagg.engine.simulated_loads import Loads, loads_of
 from disagg.engine.simulated_model import KvState, SimulatedModel
 from disagg.engine.simulated_prefix import PrefixCache
 from disagg.engine.simulated_scheduler import Scheduled, Scheduler
@@ -142,6 +143,7 @@ class SimulatedEngine:
         self._layout = simulated_layout(settings)
         self._model = SimulatedModel(settings)
         self._steps = step_model(settings)
+        self._loads: Loads[ScheduledSequence] | None = loads_of(settings)
         self._scheduler = Scheduler(
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
@@ -150,6 +152,7 @@ class SimulatedEngine:
             num_blocks=kv_cache_tokens(settings) // settings.block_tokens,
             block_tokens=settings.block_tokens,
             prefixes=PrefixCache(unit_blocks=1) if settings.enable_prefix_caching else None,
+            loads=self._loads,
         )
         self._max_context = min(settings.max_model_len, self._scheduler.capacity_tokens)
         self._jobs: set[_Job] = set()
@@ -212,7 +215,7 @@ class SimulatedEngine:
         running = sum(s.num_tokens - s.num_computed for s in scheduler.running if s.num_tokens - s.num_computed > 1)
         return EngineState(
             epoch="",
-            waiting_requests=len(scheduler.waiting),
+            waiting_requests=scheduler.num_waiting,
             waiting_tokens=queued + running,
             running_requests=len(scheduler.running),
             free_kv_tokens=scheduler.free_blocks * self.settings.block_tokens,
@@ -302,9 +305,10 @@ class SimulatedEngine:
             while self._scheduler.has_work:
                 began = clock()
                 plan = self._scheduler.schedule()
-                if not plan:
+                if not plan and not self._loads:
                     raise EngineError("requests wait, and none of them can run")
-                duration_s = self._duration_s(plan)
+                device_s = self._device_s(plan)
+                duration_s = device_s / self.settings.speed * self.slow_factor if self.settings.speed else 0.0
                 counts = plan_counts(plan)
                 results = self._compute(plan)
                 due = max(due, began - _MAX_LAG_S) + duration_s
@@ -312,6 +316,10 @@ class SimulatedEngine:
                 self._publish(results)
                 if self._scheduler.prefixes is not None:
                     self._scheduler.prefixes.note_changes()
+                if not plan:  # it only loaded: no step that anybody counts
+                    continue
+                if self._loads is not None and not counts[0]:
+                    self._loads.decode_s = device_s
                 took_s = clock() - began
                 self._records.append(StepRecord(self.num_steps, took_s, *counts))
                 self.num_steps += 1
@@ -323,10 +331,10 @@ class SimulatedEngine:
         finally:
             self._task = None
 
-    def _duration_s(self, plan: Sequence[Scheduled]) -> float:
-        if self.settings.speed == 0:
-            return 0.0
-        return plan_seconds(self._steps, plan) / self.settings.speed * self.slow_factor
+    def _device_s(self, plan: Sequence[Scheduled]) -> float:
+        """Of a step, its loads included."""
+        step_s = plan_seconds(self._steps, plan) if plan else 0.0
+        return step_s + self._scheduler.load(step_s)
 
     def _compute(self, plan: Sequence[Scheduled]) -> list[_Result]:
         """The step's work: KV of all scheduled tokens, and a token for each job whose KV is complete."""

@@ -6,8 +6,9 @@ order, then to waiting ones, first come first served; where others want some too
 (less beside decodes where `mixed_step_tokens` is set, see mixed_step.py). When the cache is full, the newest running sequence is preempted:
 its blocks are freed, it goes to the front of the waiting ones and computes all its tokens again.
 
-    waiting --admit--> running --remove--> gone          blocks: only running sequences hold any
-       ^-----preempt-----'
+    waiting --admit--> running --remove--> gone          blocks: running sequences hold them, and those that load or have loaded
+     | ^----preempt-----' ^
+     '-> loading -> loaded'                              loads of several steps (simulated_loads.py); who has loaded goes first
 
 With a prefix cache (simulated_prefix.py) the blocks of known prefixes are shared: a sequence starts behind what is cached, and what it
 fills becomes cached. `free_blocks` counts the cached blocks that nobody holds: their room is given away when it is needed.
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from disagg.engine.mixed_step import long_prompt_tokens
+from disagg.engine.simulated_loads import Loads
 from disagg.engine.simulated_prefix import PrefixCache
 
 
@@ -64,8 +66,12 @@ class Scheduler:
         prefixes: PrefixCache | None = None,
         long_prefill_tokens: int = 0,
         mixed_step_tokens: int | None = None,
+        loads: Loads[Sequence] | None = None,
     ) -> None:
-        """`mixed_step_tokens`: tokens of a step in which somebody decodes, at most; every decode gets its token in any case."""
+        """`mixed_step_tokens`: tokens of a step in which somebody decodes, at most; every decode gets its token in any case.
+
+        `loads`: what loading KV takes; None: nothing.
+        """
         self.max_num_batched_tokens = max_num_batched_tokens
         self.mixed_step_tokens = min(mixed_step_tokens or 0, max_num_batched_tokens)  # 0: as others
         self.max_num_seqs = max_num_seqs
@@ -77,10 +83,18 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.loads = loads
+        self._loaded: deque[Sequence] = deque()
+        self._is_busy = False  # the latest step had requests
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.loads or self._loaded)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait, also for their loads and after them."""
+        return len(self.waiting) + len(self._loaded) + (len(self.loads) if self.loads is not None else 0)
 
     @property
     def capacity_tokens(self) -> int:
@@ -99,9 +113,17 @@ class Scheduler:
             self._free(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        elif sequence.num_blocks and self.loads is not None:  # it loads, or has loaded
+            self.loads.give_up(sequence)
+            if sequence in self._loaded:
+                self._loaded.remove(sequence)
+            self._free(sequence)
 
     def schedule(self) -> list[Scheduled]:
-        """The next step, in order; the caller adds each `num_tokens` to its `num_computed`. Not empty while there is work."""
+        """The next step, in order; the caller adds each `num_tokens` to its `num_computed`, and calls `load`.
+
+        Not empty while there is work, unless all of it waits for its loads.
+        """
         budget, most_of_one = self._limits()
         plan: list[Scheduled] = []
         preempted = False
@@ -117,9 +139,18 @@ class Scheduler:
             plan.append(Scheduled(sequence, num_tokens))
             budget -= num_tokens
             index += 1
-        if not preempted:
+        if not preempted or not plan:  # who has loaded holds blocks, and may have kept the only one that ran from going on
             plan += self._admit(budget, most_of_one)
+        self._is_busy = bool(plan)
         return plan
+
+    def load(self, step_s: float) -> float:
+        """The step that was scheduled loads, too: by how many seconds that lengthens it. `step_s`: without; 0 where it is empty."""
+        if self.loads is None:
+            return 0.0
+        more_s, ended = self.loads.step(step_s)
+        self._loaded += ended
+        return more_s
 
     def cached_tokens(self, prefix: tuple[int, ...], num_tokens: int) -> int:
         """Tokens of a context of `num_tokens` that the prefix cache would give now; at least one is always computed."""
@@ -132,7 +163,7 @@ class Scheduler:
         that no sequence ends before the last of them.
         """
         running = self.running
-        if not running or len(running) > self.max_num_batched_tokens:
+        if not running or len(running) > self.max_num_batched_tokens or self.loads or self._loaded:
             return 0
         for sequence in running:
             if sequence.num_tokens - sequence.num_computed != 1:
@@ -165,6 +196,8 @@ class Scheduler:
         """No sequence is left and every block is free."""
         assert not self.running, f"{len(self.running)} sequences still run"
         assert not self.waiting, f"{len(self.waiting)} sequences still wait"
+        assert not self.loads, f"{len(self.loads or ())} sequences still load"
+        assert not self._loaded, f"{len(self._loaded)} sequences have loaded and wait"
         assert self.free_blocks == self.num_blocks, f"{self.num_blocks - self.free_blocks} blocks leaked"
         if self.prefixes is not None:
             self.prefixes.assert_unheld()
@@ -210,6 +243,9 @@ class Scheduler:
 
     def _admit(self, budget: int, most_of_one: int) -> list[Scheduled]:
         plan: list[Scheduled] = []
+        while self._loaded and budget > 0 and len(self.running) < self.max_num_seqs:
+            plan.append(self._begin(self._loaded.popleft(), 1))
+            budget -= 1
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
             if not self._could_admit(sequence, budget, most_of_one):
@@ -219,15 +255,33 @@ class Scheduler:
             start = _start(sequence, sequence.num_cached)
             if start < sequence.num_ready:
                 sequence.num_ready = 0
+            if self.loads is not None and sequence.num_ready > sequence.num_cached and self._waits_for_load(sequence, self.loads):
+                continue
             num_tokens = min(sequence.num_tokens - start, budget, most_of_one)
-            has_room = self._allocate(sequence, start + num_tokens)
-            assert has_room
-            sequence.is_running = True
-            sequence.num_computed = start
-            self.running.append(sequence)
-            plan.append(Scheduled(sequence, num_tokens))
+            plan.append(self._begin(sequence, num_tokens))
             budget -= num_tokens
         return plan
+
+    def _begin(self, sequence: Sequence, num_tokens: int) -> Scheduled:
+        """It runs from now on; its first `num_tokens` have room."""
+        start = _start(sequence, sequence.num_cached)
+        has_room = self._allocate(sequence, start + num_tokens)
+        assert has_room
+        sequence.is_running = True
+        sequence.num_computed = start
+        self.running.append(sequence)
+        return Scheduled(sequence, num_tokens)
+
+    def _waits_for_load(self, sequence: Sequence, loads: Loads[Sequence]) -> bool:
+        """Whether it must wait until its KV is loaded over several steps, which then begins; else it is loaded with this step."""
+        num_tokens = sequence.num_ready - sequence.num_cached
+        if not self._is_busy or loads.fits(num_tokens):
+            loads.make(num_tokens)
+            return False
+        has_room = self._allocate(sequence, sequence.num_ready + 1)
+        assert has_room
+        loads.begin(sequence, num_tokens)
+        return True
 
     def _allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give `sequence` blocks for `num_tokens` tokens in all; False, and nothing changed, when there are too few."""

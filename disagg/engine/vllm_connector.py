@@ -22,9 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from disagg.engine.load_room import STEP_SHARE, LoadRoom
 from disagg.engine.vllm_args import MIXED_STEP_TOKENS
 from disagg.engine.vllm_channel import ADDRESS_ENV, RankChannel, answer_lookups, hold_lifeline, report_step
-from disagg.engine.vllm_loads import STEP_SHARE, LoadRoom, RankLoads
+from disagg.engine.vllm_loads import RankLoads
 from disagg.engine.vllm_memory import CacheBlocks, RankBoxes
 from disagg.engine.vllm_patches import patch_runner
 from disagg.engine.vllm_plan import Copy, Planner, StepPlan

@@ -9,43 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from disagg.engine.load_room import DEVICE_BYTES_PER_S, PIECE_BYTES, SPREAD_STEPS
 from disagg.engine.vllm_memory import RankBoxes
 from disagg.engine.vllm_plan import Copy, Load
 
 logger = logging.getLogger(__name__)
-
-STEP_SHARE = 0.08  # of a step's time is added to it
-SPREAD_STEPS = 16  # a step copies at least so much that what waits now is over after about as many: what waits cannot grow without end
-PIECE_BYTES = 2 << 20  # copied between two looks at the clock; less than this is not worth slicing either
-_DEVICE_BYTES_PER_S = 16e9  # a GPU's copies end after the clock was read: at most what PCIe 4.0 x16 brings counts as done in the time
-_HOST_BYTES_PER_S = 1e9  # what one core copies at least, while others use the memory, too
-
-
-@dataclass(slots=True)
-class LoadRoom:
-    """Which loads are made at once beside running requests: those that all together lengthen the next step by `STEP_SHARE` at most.
-
-    A load of several steps costs its request a step more than its copies take: the step that is scheduled next copies, and only the
-    one after it computes. Where one step has time for all of it, that step computes with it, too.
-    """
-
-    on_host: bool  # the cache's memory; else a device's
-    _taken_bytes: int = 0
-
-    def fits(self, num_bytes: int, step_s: float) -> bool:
-        """Whether a load has room in the step that is being scheduled. `step_s`: about how long it takes. No side effects."""
-        bytes_per_s = _HOST_BYTES_PER_S if self.on_host else _DEVICE_BYTES_PER_S
-        return num_bytes <= max(PIECE_BYTES, STEP_SHARE * step_s * bytes_per_s - self._taken_bytes)
-
-    def take(self, num_bytes: int) -> None:
-        """The step has one more load."""
-        self._taken_bytes += num_bytes
-
-    def clear(self) -> None:
-        """The step is scheduled."""
-        self._taken_bytes = 0
 
 
 class RankLoads:
@@ -97,7 +67,7 @@ class RankLoads:
         least_blocks = sum(len(copy.block_ids) for copy in self._loads.values()) // SPREAD_STEPS
         while self._loads:
             num_blocks += self._load_piece(*next(iter(self._loads.items())))
-            spent_s = max(time.perf_counter() - began_s, num_blocks * self._block_bytes / _DEVICE_BYTES_PER_S)
+            spent_s = max(time.perf_counter() - began_s, num_blocks * self._block_bytes / DEVICE_BYTES_PER_S)
             if spent_s >= budget_s and num_blocks >= least_blocks:
                 return
 

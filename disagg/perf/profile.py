@@ -91,6 +91,11 @@ class Profile:
         return int(self.args.get("tensor_parallel_size") or self.args.get("tp") or 1)
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether its cache lay in the host's memory: `hardware` names cores then, and devices else."""
+        return " cores of " in self.hardware
+
+    @property
     def max_model_len(self) -> int | None:
         """Tokens of a request that the measured worker takes at most; None where its arguments do not say."""
         value = self.args.get("max_model_len")

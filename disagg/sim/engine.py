@@ -20,6 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from disagg.config import SimulatedSettings
+from disagg.engine.simulated_loads import Loads, loads_of
 from disagg.engine.simulated_prefix import PrefixCache
 from disagg.engine.simulated_scheduler import Scheduled, Scheduler
 from disagg.engine.simulated_scheduler import Sequence as ScheduledSequence
@@ -79,7 +80,7 @@ class Leg(ScheduledSequence):
 class _Run:
     """`steps` decode steps of `batch` legs from `start_s` on; step i (from 0) takes `first_s + i * growth_s`.
 
-    `context`: tokens that the first of them reads.
+    `context`: tokens that the first of them reads. `factor`: seconds for each of the device's.
     """
 
     start_s: float
@@ -88,6 +89,7 @@ class _Run:
     steps: int
     batch: int
     context: int
+    factor: float
     end: Appointment
 
     def end_s(self, steps: int) -> float:
@@ -136,6 +138,7 @@ class SimEngine:
         self.cached_tokens = 0
         self.recent: deque[StepRecord] = deque(maxlen=_KEPT_RECORDS)
         self.prefixes = PrefixCache(prefix_unit_blocks) if prefix_unit_blocks else None
+        self._loads: Loads[ScheduledSequence] | None = loads_of(settings)
         self.scheduler = Scheduler(
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
@@ -144,6 +147,7 @@ class SimEngine:
             num_blocks=kv_cache_tokens(settings) // settings.block_tokens,
             block_tokens=settings.block_tokens,
             prefixes=self.prefixes,
+            loads=self._loads,
         )
         self._capacity_tokens = self.scheduler.capacity_tokens
         self._agenda = agenda
@@ -205,7 +209,7 @@ class SimEngine:
             running = sum([left for s in scheduler.running if (left := s.num_tokens - s.num_computed) > 1])
         return EngineState(
             epoch=epoch,
-            waiting_requests=len(scheduler.waiting),
+            waiting_requests=scheduler.num_waiting,
             waiting_tokens=queued + running,
             running_requests=len(scheduler.running),
             free_kv_tokens=(scheduler.free_blocks - taken) * scheduler.block_tokens,
@@ -264,8 +268,10 @@ class SimEngine:
             self._begin_run(steps)
             return
         plan = scheduler.schedule()
-        assert plan, f"{self.name}: requests wait, and none of them can run"
-        seconds = plan_seconds(self._model, plan) * self._time_factor
+        assert plan or self._loads, f"{self.name}: requests wait, and none of them can run"
+        device_s = plan_seconds(self._model, plan) if plan else 0.0
+        device_s += scheduler.load(device_s)
+        seconds = device_s * self._time_factor
         for item in plan:
             leg = item.sequence
             assert isinstance(leg, Leg)
@@ -274,7 +280,10 @@ class SimEngine:
             if leg.num_ready:
                 leg.num_ready = 0
                 leg.owner.loaded(leg)
-        self._agenda.call_after(seconds, lambda: self._end_step(plan, seconds))
+        if not plan:  # it only loads: no step that anybody counts
+            self._agenda.call_after(seconds, self._begin)
+            return
+        self._agenda.call_after(seconds, lambda: self._end_step(plan, seconds, device_s))
 
     def _least_remaining(self) -> int:
         """Steps until the first running leg ends; 0 when one of them has no token yet."""
@@ -287,13 +296,15 @@ class SimEngine:
                 least = leg.remaining
         return least
 
-    def _end_step(self, plan: Sequence[Scheduled], seconds: float) -> None:
+    def _end_step(self, plan: Sequence[Scheduled], seconds: float, device_s: float) -> None:
         index = self.num_steps
         self.num_steps += 1
         if self.step_end_s is not None:
             self.step_end_s.append(self._agenda.now_s)
         self._count(1, seconds)
         record = plan_record(plan, self.num_steps, seconds)
+        if self._loads is not None and not record.prefill_tokens:
+            self._loads.decode_s = device_s
         self.prefill_tokens += record.prefill_tokens
         self.decode_tokens += record.decode_requests
         self.recent.append(record)
@@ -343,7 +354,7 @@ class SimEngine:
         first_s = self._model.decode_step_s(batch, context) * self._time_factor
         growth_s = self._model.decode_step_s(batch, context + batch) * self._time_factor - first_s
         now_s = self._agenda.now_s
-        run = _Run(now_s, first_s, growth_s, steps, batch, context, Appointment(0.0, None))
+        run = _Run(now_s, first_s, growth_s, steps, batch, context, self._time_factor, Appointment(0.0, None))
         run.end = self._agenda.at(run.end_s(steps), self._end_run)
         self._run = run
 
@@ -377,6 +388,8 @@ class SimEngine:
                 self.step_end_s.frombytes(ends.tobytes())
             self._count(steps, run.end_s(steps) - run.start_s)
             self._record_run(run, steps)
+            if self._loads is not None:
+                self._loads.decode_s = (run.first_s + (steps - 1) * run.growth_s) / run.factor
             self.scheduler.advance(steps)
             if self.prefixes is not None:
                 self.prefixes.note_changes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,11 +37,14 @@ class Owner:
         self.end_s[leg] = self._agenda.now_s
 
 
-def settings_of(**changes: int) -> SimulatedSettings:
+CPU = {"gpu": "cpu", "shape": "smollm2-135m", "tp": 1}  # loading KV takes time there
+
+
+def settings_of(**changes: Any) -> SimulatedSettings:
     return SimulatedSettings(**{"kv_cache_tokens": 4096, "max_num_batched_tokens": 256, "max_num_seqs": 16, **changes})
 
 
-def history(seed: int, *, runs: bool, **changes: int) -> tuple[list[list[float]], SimEngine, int]:
+def history(seed: int, *, runs: bool, **changes: Any) -> tuple[list[list[float]], SimEngine, int]:
     """Token instants of each leg of a random history, with runs or step by step; the appointments it took."""
     rng = random.Random(seed)
     agenda = Agenda()
@@ -68,9 +72,10 @@ def history(seed: int, *, runs: bool, **changes: int) -> tuple[list[list[float]]
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("changes", [{}, {"kv_cache_tokens": 1024}, {"max_num_batched_tokens": 8}])
-def test_runs_and_single_steps_give_the_same_tokens(seed: int, changes: dict[str, int]) -> None:
-    """Also when the cache is small (preemptions), when a step cannot serve all, and when legs are cancelled or the engine slows down."""
+@pytest.mark.parametrize("changes", [{}, {"kv_cache_tokens": 1024}, {"max_num_batched_tokens": 8}, CPU, {**CPU, "kv_cache_tokens": 1024}])
+def test_runs_and_single_steps_give_the_same_tokens(seed: int, changes: dict[str, Any]) -> None:
+    """Also when the cache is small (preemptions), when a step cannot serve all, when legs are cancelled or the engine slows down, and where
+    KV is loaded over several steps."""
     fast, by_run, few = history(seed, runs=True, **changes)
     slow, by_step, many = history(seed, runs=False, **changes)
     for a, b in zip(fast, slow, strict=True):

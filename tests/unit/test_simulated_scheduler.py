@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from disagg.config import SimulatedSettings
+from disagg.engine.load_room import SPREAD_STEPS, STEP_SHARE
+from disagg.engine.simulated_loads import Loads, loads_of
 from disagg.engine.simulated_scheduler import Scheduler, Sequence
+from disagg.perf.profile import Profile, StepCoefficients
 
 
-def scheduler_of(**settings: int) -> Scheduler:
-    return Scheduler(**{"max_num_batched_tokens": 32, "max_num_seqs": 4, "num_blocks": 16, "block_tokens": 8, **settings})
+def scheduler_of(loads: Loads[Sequence] | None = None, **settings: int) -> Scheduler:
+    given = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "num_blocks": 16, "block_tokens": 8, **settings}
+    return Scheduler(**given, loads=loads)  # type: ignore[arg-type]  # by name
 
 
 def step(scheduler: Scheduler) -> dict[Sequence, int]:
@@ -165,3 +172,107 @@ def test_random_histories_leak_nothing_and_are_fair(seed: int) -> None:
                 scheduler.remove(sequence)
     assert not alive, "somebody starves"
     scheduler.assert_empty()
+
+
+MB = 10**6
+STEP_S = 0.1  # has time for 8 MB, a token's KV here
+
+
+def with_chat() -> tuple[Scheduler, Sequence]:
+    """One request decodes; a rank copies 1 GB/s."""
+    scheduler, chat = scheduler_of(Loads(8 * MB, 1e9)), Sequence(5)
+    scheduler.add(chat)
+    loaded_step(scheduler)
+    assert scheduler.loads is not None
+    scheduler.loads.decode_s = STEP_S
+    return scheduler, chat
+
+
+def loaded_step(scheduler: Scheduler) -> tuple[dict[Sequence, int], float]:
+    """What is computed in one step, and by how much its loads lengthen it."""
+    plan = scheduler.schedule()
+    more_s = scheduler.load(STEP_S if plan else 0.0)
+    for item in plan:
+        item.sequence.num_computed += item.num_tokens
+        item.sequence.num_ready = 0
+        item.sequence.num_tokens += item.sequence.num_computed == item.sequence.num_tokens
+    return {item.sequence: item.num_tokens for item in plan}, more_s
+
+
+def test_kv_from_elsewhere_is_loaded_a_little_per_step_beside_a_batch() -> None:
+    scheduler, chat = with_chat()
+    document, other = Sequence(41, num_ready=40), Sequence(7)
+    scheduler.add(document)
+    scheduler.add(other)
+    first, more_s = loaded_step(scheduler)
+    assert first == {chat: 1, other: 7}, "who computes its prompt goes on"
+    assert more_s == pytest.approx(320 * MB / SPREAD_STEPS / 1e9), "a sixteenth of it is more than the step's share"
+    assert scheduler.num_waiting == 1
+    assert scheduler.steady_steps(100) == 0
+    steps, left = 1, 320 * MB * (1 - 1 / SPREAD_STEPS)
+    while document not in (plan := loaded_step(scheduler))[0]:
+        assert plan[1] <= max(STEP_SHARE * STEP_S, left / SPREAD_STEPS / 1e9) + 1e-9
+        left -= plan[1] * 1e9
+        steps += 1
+        assert steps < 100
+    assert left == pytest.approx(0.0, abs=1.0)
+    assert plan[0] == {chat: 1, other: 1, document: 1}
+    assert steps > SPREAD_STEPS
+    for sequence in (chat, document, other):
+        scheduler.remove(sequence)
+    scheduler.assert_empty()
+
+
+def test_kv_that_a_step_has_time_for_is_computed_with_at_once() -> None:
+    scheduler, chat = with_chat()
+    short, next_one = Sequence(2, num_ready=1), Sequence(2, num_ready=1)
+    scheduler.add(short)
+    scheduler.add(next_one)
+    assert loaded_step(scheduler) == ({chat: 1, short: 1}, pytest.approx(0.016)), "the second begins, and waits a step more"
+    assert loaded_step(scheduler)[0] == {chat: 1, short: 1, next_one: 1}
+
+
+def test_an_engine_that_runs_nothing_loads_at_once() -> None:
+    scheduler, chat = with_chat()
+    scheduler.remove(chat)
+    document = Sequence(41, num_ready=40)
+    scheduler.add(document)
+    assert loaded_step(scheduler) == ({}, pytest.approx(0.32)), "the step before had a request: an empty step loads all of it"
+    assert loaded_step(scheduler) == ({document: 1}, 0.0)
+    scheduler.remove(document)
+    scheduler.assert_empty()
+    fresh, other = scheduler_of(Loads(8 * MB, 1e9)), Sequence(41, num_ready=40)
+    fresh.add(other)
+    assert loaded_step(fresh) == ({other: 1}, pytest.approx(0.32))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 40])
+def test_who_leaves_while_it_loads_or_has_loaded_leaves_nothing(steps: int) -> None:
+    scheduler, chat = with_chat()
+    document = Sequence(41, num_ready=40)
+    scheduler.add(document)
+    scheduler.max_num_seqs = 1  # once loaded it waits for a seat
+    for _ in range(steps):
+        loaded_step(scheduler)
+    scheduler.remove(document)
+    scheduler.remove(document)
+    scheduler.remove(chat)
+    scheduler.assert_empty()
+
+
+def test_loads_take_time_on_cpus_only(tmp_path: Path) -> None:
+    steps = StepCoefficients(0.1, 0.0, 0.004, 0.0, 0.007, 0.0)
+    cpu = Profile("smollm2-135m", "1 cores of a CPU, 2 workers at once", {}, steps, 20_000, 32, 46_080, 100, 0.1, "2026-11-30", 4e9, 2e-3)
+    known = {}
+    for name, hardware in (("cpu", cpu.hardware), ("gpu", "1 x h200")):
+        file = tmp_path / f"{name}.json"
+        file.write_text(replace(cpu, hardware=hardware).to_json())
+        settings = SimulatedSettings(profile=str(file), shape="smollm2-135m", tp=1)
+        known[name] = loads_of(settings)
+        assert loads_of(settings.model_copy(update={"speed": 0.0})) is None
+    assert known["gpu"] is None
+    assert known["cpu"] is not None
+    known["cpu"].begin("request", 3000)
+    assert known["cpu"].step(0.0) == (pytest.approx(3000 * 46_080 / 4e9), ["request"])
+    assert loads_of(SimulatedSettings()) is None
+    assert loads_of(SimulatedSettings(gpu="cpu", shape="smollm2-135m", tp=1)) is not None

@@ -9,7 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from disagg.engine.vllm_loads import PIECE_BYTES, SPREAD_STEPS, STEP_SHARE, LoadRoom, RankLoads  # noqa: E402 (needs torch)
+from disagg.engine.load_room import PIECE_BYTES, SPREAD_STEPS, STEP_SHARE, LoadRoom  # noqa: E402
+from disagg.engine.vllm_loads import RankLoads  # noqa: E402 (needs torch)
 from disagg.engine.vllm_memory import CacheBlocks, RankBoxes  # noqa: E402
 from disagg.engine.vllm_plan import Copy, Load  # noqa: E402
 from disagg.kv.layout import KvLayout  # noqa: E402
