@@ -42,8 +42,8 @@ _CLIFF = 0.9  # of the level
 _MOST_RUNS = 16  # for one plan's goodput
 _CLOSE = 0.04  # a share so little below the level may be chance, of fewer counted requests than
 _MANY = 500
-# Of so many and more, a share so little above the level is at it: rates one per cent apart differ by as much, for a cluster under overload
-# amplifies what is different. Each of these runs takes seconds.
+# Of so many and more, a share so little above the level is at it: rates one or two per cent apart differ by as much, for a cluster under
+# overload amplifies what is different. Each of these runs takes seconds.
 _AT_LEVEL = 0.025
 _BUSY = 0.9  # share of its time from which on a pool is the limit
 TIMEOUT_S = 1800.0

@@ -10,10 +10,10 @@ import pytest
 
 from disagg.config import SloClass
 from disagg.plan.candidate import PREFILL_CHUNKS, Candidate
-from disagg.plan.planner import make_plan
+from disagg.plan.planner import _first_verdict, make_plan
 from disagg.plan.question import Question
 from disagg.plan.screen import Screen
-from disagg.plan.search import adaptive_of, colocated_candidates, screened
+from disagg.plan.search import adaptive_of, colocated_candidates, neighbours, screened
 from disagg.plan.trial import Figures, Trials
 from disagg.sim.goodput import find_goodput
 from disagg.slo import summarise
@@ -53,14 +53,16 @@ def test_the_search_finds_the_winner_of_all_simulations(asked: dict[str, Any]) -
 class Curve(Trials):
     """Trials of a plan whose share in class is a function of the rate."""
 
-    def __init__(self, share: Callable[[float], float], asked: Question | None = None) -> None:
+    def __init__(self, share: Callable[[float], float], asked: Question | None = None, counted: int = 100) -> None:
         super().__init__(asked or question())
         self._share = share
+        self._counted = counted
 
     def at(self, candidate: Candidate, rate_rps: float, *, may_cut: bool = False, times: int = 1) -> Figures:
         self.num_runs += 1
         none = summarise([])
-        return Figures(rate_rps, self._share(rate_rps) + (0.03 if times > 1 else 0.0), none, none, {}, 100, {}, {}, 0.0, 0.0, 0.0, 0)
+        share = self._share(rate_rps) + (0.03 if times > 1 else 0.0)
+        return Figures(rate_rps, share, none, none, {}, self._counted, {}, {}, 0.0, 0.0, 0.0, 0)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,42 @@ def test_a_close_loss_in_a_short_run_is_looked_at_again() -> None:
     before = trials.num_runs
     assert trials.goodput(candidate, 1.0, rival_rps=20.0).is_rough
     assert trials.num_runs == before + 1, "far behind"
+
+
+def test_a_long_run_that_only_just_holds_is_not_made_again() -> None:
+    """Of many requests a share this near is at the level; of few it may be chance, and another rate is tried."""
+    (candidate,) = list(colocated_candidates(Screen(question())))[:1]
+    long, short = (Curve(lambda rate: 1 - 0.01 * rate, counted=counted) for counted in (900, 100))
+    found = long.goodput(candidate, 8.5)
+    assert long.num_runs == 1
+    assert found.goodput_rps == pytest.approx(8.5 * 0.915 / 0.9)
+    assert found.beyond is found.best
+    assert not found.is_rough
+    assert short.goodput(candidate, 8.5).goodput_rps == pytest.approx(10, rel=0.04)
+    assert short.num_runs > 1
+
+
+def test_neighbours_leave_no_gpus_idle() -> None:
+    given = question(gpus=32, degrees=(2, 4))
+    screen = Screen(given)
+    pairs = {
+        (c.prefill.count, c.prefill.tp, c.decode.count, c.decode.tp): c
+        for s in screened(screen, Mode.DISAGG)
+        if (c := s.candidate).prefill is not None and c.decode is not None
+    }
+    kind = next(k for k in pairs if k[1] != k[3] and min(k[0], k[2]) > 1 and max(k[0], k[2]) > 4)
+    found = neighbours(screen, pairs[kind])
+    assert len(found) == 2
+    assert all(c.gpus == 32 for c in found)
+
+
+def test_the_first_answer_compares_what_was_served_in_class() -> None:
+    given = question()
+    candidates = [next(s.candidate for s in screened(Screen(given)) if s.candidate.mode is mode) for mode in (Mode.COLOCATED, Mode.DISAGG)]
+    looks = [replace(Curve(lambda rate: 1.0).at(candidates[0], 10.0), attainment=share) for share in (0.45, 0.9)]
+    said = _first_verdict(given, candidates, looks)
+    assert said.startswith("disaggregate: 100% more goodput")
+    assert all(c.name in said for c in candidates)
 
 
 def test_without_a_target_for_first_tokens_the_workers_time_is_the_limit() -> None:

@@ -263,7 +263,7 @@ def test_who_leaves_while_it_loads_or_has_loaded_leaves_nothing(steps: int) -> N
 def test_loads_take_time_on_cpus_only(tmp_path: Path) -> None:
     steps = StepCoefficients(0.1, 0.0, 0.004, 0.0, 0.007, 0.0)
     cpu = Profile("smollm2-135m", "1 cores of a CPU, 2 workers at once", {}, steps, 20_000, 32, 46_080, 100, 0.1, "2026-11-30", 4e9, 2e-3)
-    known = {}
+    known: dict[str, Loads[str] | None] = {}
     for name, hardware in (("cpu", cpu.hardware), ("gpu", "1 x h200")):
         file = tmp_path / f"{name}.json"
         file.write_text(replace(cpu, hardware=hardware).to_json())
