@@ -209,8 +209,12 @@ class Scheduler:
             decodes = sum([s.num_tokens - s.num_computed == 1 and s.num_computed > 0 for s in self.running])
             limit = min(whole, max(self.mixed_step_tokens, decodes))
             if decodes:
-                return limit, min(whole - kept, long_prompt_tokens(limit, decodes)) if kept else limit
+                return limit, min(whole - kept, long_prompt_tokens(limit, decodes, self._prompts())) if kept else limit
         return whole, whole - kept if len(self.running) + len(self.waiting) > 1 else whole
+
+    def _prompts(self) -> list[int]:
+        """Tokens that each prompt still wants computed, under way or waiting."""
+        return [s.num_tokens - s.num_computed for s in self.running] + [s.num_tokens - s.num_ready for s in self.waiting]
 
     @property
     def _unit_tokens(self) -> int:

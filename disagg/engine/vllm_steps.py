@@ -10,6 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from disagg.engine.mixed_step import long_prompt_tokens
+from disagg.engine.vllm_plan import READ
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,7 +41,7 @@ def _with_mixed_steps(schedule: Any) -> Any:
         long_prompt = config.long_prefill_token_threshold
         self.max_num_scheduled_tokens = limit
         if long_prompt:
-            config.long_prefill_token_threshold = min(long_prompt, long_prompt_tokens(limit, taken))
+            config.long_prefill_token_threshold = min(long_prompt, long_prompt_tokens(limit, taken, _prompts(self)))
         try:
             return schedule(self, *args, **kwargs)
         finally:
@@ -54,3 +55,10 @@ def _with_mixed_steps(schedule: Any) -> Any:
 def num_decodes(running: Iterable[Request]) -> int:
     """How many of them wait for more tokens with their whole prompt computed. An answer of one token never decodes."""
     return sum(request.max_tokens > 1 and request.num_computed_tokens >= request.num_prompt_tokens for request in running)
+
+
+def _prompts(scheduler: Any) -> list[int]:
+    """Tokens that each prompt still wants computed, under way or waiting; without those whose KV comes from elsewhere."""
+    wanted = [request.num_prompt_tokens - request.num_computed_tokens for request in scheduler.running]
+    own = (request for request in scheduler.waiting if READ not in (request.kv_transfer_params or {}))
+    return wanted + [request.num_prompt_tokens for request in own]

@@ -70,7 +70,7 @@ def test_a_mixed_step_is_shorter_and_a_step_without_decodes_is_not() -> None:
 def test_a_long_prompt_leaves_short_ones_half_of_a_mixed_step(mixed: int | None, long: int, left: int) -> None:
     settings = {"max_num_batched_tokens": 32, "long_prefill_tokens": 26, "num_blocks": 100, "max_num_seqs": 8}
     scheduler = scheduler_of(**settings, **({"mixed_step_tokens": mixed} if mixed else {}))
-    chats, document, late = [Sequence(3), Sequence(3)], Sequence(400), Sequence(20)
+    chats, document, late = [Sequence(3), Sequence(3)], Sequence(400), Sequence(left)
     for chat in chats:
         scheduler.add(chat)
     step(scheduler)
@@ -79,6 +79,17 @@ def test_a_long_prompt_leaves_short_ones_half_of_a_mixed_step(mixed: int | None,
     scheduler.add(late)
     planned = step(scheduler)
     assert (planned[document], planned[late]) == (long, left), "beside two decodes"
+
+
+def test_two_long_prompts_share_what_one_would_have() -> None:
+    scheduler = scheduler_of(max_num_batched_tokens=32, long_prefill_tokens=26, mixed_step_tokens=32, num_blocks=200, max_num_seqs=8)
+    chat, first, second, short = Sequence(3), Sequence(400), Sequence(400), Sequence(12)
+    scheduler.add(chat)
+    step(scheduler)
+    for sequence in (first, second, short):
+        scheduler.add(sequence)
+    assert step(scheduler) == {chat: 1, first: 7, second: 7, short: 7}
+    assert step(scheduler) == {chat: 1, first: 7, second: 7, short: 5}
 
 
 def test_a_long_prompt_that_is_alone_takes_the_whole_step() -> None:

@@ -16,12 +16,15 @@ class Request:
     num_computed_tokens: int
     num_prompt_tokens: int
     max_tokens: int = 10
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 PROMPT = Request(400, 3000)
 DECODE = Request(64, 64)
 RESUMED = Request(32, 64)
 LAST_CHUNK_OF_ONE_TOKEN = Request(64, 64, max_tokens=1)
+NEXT_PROMPT = Request(0, 900, kv_transfer_params={"write": {}})
+HANDED_OVER = Request(0, 900, kv_transfer_params={"read": {}})
 
 
 @dataclass
@@ -32,6 +35,7 @@ class Scheduler:
     long_prompt: int = 0
     max_num_scheduled_tokens: int = 512
     num_spec_tokens: int = 0
+    waiting: list[Any] = field(default_factory=list)
     _disagg_mixed_step_tokens: int = 128
     seen: tuple[int, int] = field(init=False)
 
@@ -57,6 +61,8 @@ class Scheduler:
         (Scheduler([PROMPT, DECODE]), (128, 0)),
         (Scheduler([PROMPT, DECODE], long_prompt=416), (128, 63)),  # half of what the decodes leave is for short ones
         (Scheduler([PROMPT, *[DECODE] * 40], long_prompt=480), (128, 44)),
+        (Scheduler([PROMPT, *[DECODE] * 40, RESUMED], long_prompt=480, waiting=[NEXT_PROMPT]), (128, 22)),  # two long ones share it
+        (Scheduler([PROMPT, *[DECODE] * 40], long_prompt=480, waiting=[HANDED_OVER]), (128, 44)),
         (Scheduler([PROMPT, *[DECODE] * 40], long_prompt=480, num_spec_tokens=1), (128, 32)),  # but a quarter is its own
         (Scheduler([PROMPT, DECODE], long_prompt=48), (128, 48)),
         (Scheduler([PROMPT, DECODE], _disagg_mixed_step_tokens=600), (512, 0)),
