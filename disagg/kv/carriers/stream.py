@@ -27,6 +27,9 @@ _LENGTH = struct.Struct("<I")
 class Connection:
     """Owns a connected, non-blocking socket. One task may receive while another sends.
 
+    The event loop keeps looking at the socket between two waits: peers mostly speak by turns, and to tell it each time costs more than a
+    header. Bytes that nobody waits for end that.
+
     Every method raises EOFError when the peer has closed, OSError when the connection broke, and TimeoutError when the peer took or
     gave nothing for `silence_s`.
     """
@@ -35,6 +38,9 @@ class Connection:
         self.sock = sock
         self.silence_s = silence_s
         self._waiting: set[asyncio.Future[None]] = set()
+        self._is_looked_at = False  # by the event loop, for bytes to read
+        self._readable: asyncio.Future[None] | None = None  # who receives waits for it
+        self._heard: Callable[[], None] | None = None
         self._ahead = bytearray()  # received, and not asked for yet
 
     async def send(self, *headers: Header) -> None:
@@ -53,7 +59,7 @@ class Connection:
         Raises TransferCorruptError on anything that is not one.
         """
         while (header := self.receive_now()) is None:
-            await self._readable(self.silence_s if self._ahead or timeout_s == -1.0 else timeout_s)
+            await self._wait_readable(self.silence_s if self._ahead or timeout_s == -1.0 else timeout_s)
         return header
 
     def receive_now(self) -> Header | None:
@@ -85,7 +91,7 @@ class Connection:
 
     async def receive_with_fds(self) -> tuple[Header, list[int]]:
         """(Unix sockets) The next header, sent in one piece, and the descriptors beside it; the caller closes them."""
-        await self._readable(self.silence_s)
+        await self._wait_readable(self.silence_s)
         data, fds, _, _ = socket.recv_fds(self.sock, MAX_HEADER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         try:
             if not data:
@@ -111,12 +117,12 @@ class Connection:
 
     def watch(self, said_or_closed: Callable[[], None]) -> None:
         """Be told when the peer says anything or closes, until `unwatch` or `close`; nobody receives meanwhile."""
-        asyncio.get_running_loop().add_reader(self.sock.fileno(), said_or_closed)
+        self._heard = said_or_closed
+        self._look()
 
     def unwatch(self) -> None:
         """Idempotent."""
-        if self.sock.fileno() >= 0:
-            asyncio.get_running_loop().remove_reader(self.sock.fileno())
+        self._heard = None
 
     def shut(self) -> None:
         """Neither side can send any more; whoever waits, here or there, gets EOFError or OSError. `close` is still due."""
@@ -125,6 +131,7 @@ class Connection:
 
     def close(self) -> None:
         """Idempotent. Whoever still waits here gets EOFError."""
+        self._heard = None
         fd = self.sock.fileno()
         if fd >= 0:
             loop = asyncio.get_running_loop()
@@ -148,7 +155,7 @@ class Connection:
             try:
                 num_bytes = self.sock.recv_into(room[at : at + PIECE_BYTES])
             except BlockingIOError:
-                await self._readable(self.silence_s)
+                await self._wait_readable(self.silence_s)
                 continue
             if not num_bytes:
                 raise EOFError("the connection closed")
@@ -156,15 +163,29 @@ class Connection:
             if num_bytes == PIECE_BYTES:
                 await asyncio.sleep(0)
 
-    async def _readable(self, timeout_s: float | None) -> None:
-        loop, fd = asyncio.get_running_loop(), self.sock.fileno()
-        ready: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(fd, _set, ready)
+    async def _wait_readable(self, timeout_s: float | None) -> None:
+        self._readable = asyncio.get_running_loop().create_future()
+        self._look()
         try:
-            await self._wait(ready, timeout_s)
+            await self._wait(self._readable, timeout_s)
         finally:
-            if self.sock.fileno() == fd:
-                loop.remove_reader(fd)
+            self._readable = None
+
+    def _look(self) -> None:
+        if not self._is_looked_at:
+            asyncio.get_running_loop().add_reader(self.sock.fileno(), self._said)
+            self._is_looked_at = True
+
+    def _said(self) -> None:
+        """There is something to read, or the peer has closed."""
+        if self._readable is not None:
+            _set(self._readable)
+        elif self._heard is not None:
+            if not self.is_quiet:  # the event loop may have looked before the last bytes were taken
+                self._heard()
+        else:  # left for later: the event loop would say it again and again
+            asyncio.get_running_loop().remove_reader(self.sock.fileno())
+            self._is_looked_at = False
 
     async def _writable(self) -> None:
         loop, fd = asyncio.get_running_loop(), self.sock.fileno()
