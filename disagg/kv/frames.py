@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from functools import lru_cache
-from typing import Any, Protocol, TypeAlias, get_type_hints
+from typing import Any, NamedTuple, Protocol, TypeAlias, get_type_hints
 
 import msgpack
 import xxhash
@@ -56,8 +56,7 @@ class Opened:
     box_offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):  # several per transfer, and a frozen dataclass takes four times as long to make
     """Blocks [first_block, first_block + num_blocks) of `rank`. `seq` counts frames from 0; `digest` is xxh3_64 of the payload."""
 
     transfer_id: str
@@ -151,8 +150,9 @@ Header: TypeAlias = Pull | Opened | Frame | Waiting | End | Failed | Ack | Hello
 _KINDS: dict[str, type[Any]] = {
     c.__name__: c for c in (Pull, Opened, Frame, Waiting, End, Failed, Ack, Hello, Mapped, Shown, Join, Via, Want)
 }
-_NAMES = {c: [f.name for f in fields(c)] for c in (*_KINDS.values(), KvLayout)}
-_HINTS = {c: [get_type_hints(c)[f.name] for f in fields(c)] for c in (*_KINDS.values(), KvLayout)}
+_FIELDS = {c: get_type_hints(c) for c in (*_KINDS.values(), KvLayout)}
+_NAMES = {c: tuple(types) for c, types in _FIELDS.items()}
+_TYPES = {c: tuple(types.values()) for c, types in _FIELDS.items()}
 
 
 class Sink(Protocol):
@@ -181,6 +181,7 @@ def pull_request(transfer: Transfer) -> Pull:
 
 
 _DIGEST = struct.Struct("<I")
+_PACKER = msgpack.Packer()
 
 
 def pack(header: Header) -> bytes:
@@ -189,7 +190,7 @@ def pack(header: Header) -> bytes:
     values = [getattr(header, name) for name in _NAMES[kind]]
     if kind is Opened:
         values = [_values(value) if isinstance(value, KvLayout) else value for value in values]
-    packed: bytes = msgpack.packb([kind.__name__, *values])
+    packed: bytes = _PACKER.pack([kind.__name__, *values])
     return packed + _DIGEST.pack(xxhash.xxh32_intdigest(packed))
 
 
@@ -207,19 +208,22 @@ def unpack(data: bytes | bytearray | memoryview) -> Header:
 
 
 def _build(cls: type[Any], values: Sequence[Any]) -> Any:
-    hints = _HINTS[cls]
-    if len(values) != len(hints):
-        raise ValueError(f"{len(values)} fields")
-    return cls(*[_checked(value, hint) for value, hint in zip(values, hints, strict=True)])
+    types = _TYPES[cls]
+    if tuple(map(type, values)) != types:  # a layout is in it, or it is none of ours
+        values = [_converted(value, wanted) for value, wanted in zip(values, types, strict=True)]
+    for value in values:
+        if type(value) is int and not 0 <= value < 1 << 64:
+            raise TypeError("int")
+    return cls(*values)
 
 
-def _checked(value: Any, hint: type) -> Any:
-    if hint is KvLayout:
+def _converted(value: Any, wanted: type) -> Any:
+    if wanted is KvLayout:
         return _known_layout(*value)
-    if hint is Packing:
+    if wanted is Packing:
         return Packing(value)
-    if type(value) is not hint or (isinstance(value, int) and not 0 <= value < 1 << 64):
-        raise TypeError(hint.__name__)
+    if type(value) is not wanted:
+        raise TypeError(wanted.__name__)
     return value
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from disagg.errors import EngineError
 from disagg.kv.copy import digest
 from disagg.kv.frames import Coverage, End, Frame, Opened
@@ -96,7 +94,7 @@ class Sending:
         if num_blocks <= 0:
             return None
         if num_blocks == frame.num_blocks:
-            return replace(frame, seq=self._num_sent)
+            return frame if frame.seq == self._num_sent else frame._replace(seq=self._num_sent)
         num_bytes = num_blocks * self._staged.layout.slab_bytes
-        rest = replace(frame, seq=self._num_sent, first_block=first, num_blocks=num_blocks, num_bytes=num_bytes)
-        return replace(rest, digest=digest(self.payload(rest)))
+        rest = frame._replace(seq=self._num_sent, first_block=first, num_blocks=num_blocks, num_bytes=num_bytes)
+        return rest._replace(digest=digest(self.payload(rest)))
