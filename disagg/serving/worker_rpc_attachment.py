@@ -31,7 +31,8 @@ class Attachment:
 
     All requests that get a token in one step of the engine wake in one burst of the event loop; the sender, woken by the first of
     them, runs after the burst and so takes all of it. Under pressure (pace.py) a frame waits a little, if no client's first token is in it,
-    and so do the readers of the requests that have a token in it: the engine keeps what comes meanwhile, and they wake once for all of it.
+    and so do the readers of the requests that have a token in it, also while the frame before it is being written: the engine keeps what
+    comes meanwhile, and they wake once for all of it.
     """
 
     def __init__(self, gateway_id: str, worker: LocalWorker, heartbeat_s: float, spans: WorkerSpans) -> None:
@@ -44,7 +45,8 @@ class Attachment:
         self._num_pending = 0  # tokens in it
         self._is_urgent = False  # somebody waits for what is in it
         self._pace = Pace()
-        self._rested = asyncio.Event()  # not set while the sender rests
+        self._rest_s = 0.0  # after the last frame; above 0 under pressure
+        self._rested = asyncio.Event()  # not set while the sender rests, and under pressure while it writes
         self._rested.set()
         self._rest: asyncio.TimerHandle | None = None
         self._wake = asyncio.Event()
@@ -102,12 +104,16 @@ class Attachment:
 
     def wrote(self, write_s: float) -> None:
         """The last frame took so long to write."""
+        self._rest_s = self._pace.wrote(write_s)
+        self._begin_rest()
+
+    def _begin_rest(self) -> None:
         if self._rest is not None:
             self._rest.cancel()
             self._rest = None
-        if rest_s := self._pace.wrote(write_s):
+        if self._rest_s:
             self._rested.clear()
-            self._rest = asyncio.get_running_loop().call_later(rest_s, self._end_rest)
+            self._rest = asyncio.get_running_loop().call_later(self._rest_s, self._end_rest)
         else:
             self._rested.set()
 
@@ -137,6 +143,8 @@ class Attachment:
             frame.state.CopyFrom(self._state())
             self._worker.renew(self.gateway_id)
         self._frame, self._steps, self._num_pending, self._is_urgent = pb.StepFrame(), {}, 0, False
+        if self._rest_s:  # while this one is written; but no longer, so that a gateway that does not read is found out (_cut_off)
+            self._begin_rest()
         return frame
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from disagg.pb import worker_pb2 as pb
 from disagg.serving import pace
 from disagg.serving.spans import WorkerSpans
 from disagg.serving.worker_rpc_attachment import Attachment
-from disagg.types import Chunk, EngineState, Token
+from disagg.serving.worker_rpc_messages import request_to_wire
+from disagg.types import Chunk, EngineState, Request, Token
 
 LONG_S = 0.3
 
@@ -129,3 +131,34 @@ async def test_a_first_token_takes_the_others_along_at_once(attachment: Attachme
     frame, took_s = await frame_of(attachment)
     assert [list(step.token_ids) for step in frame.requests] == [[2], [9]]
     assert took_s < LONG_S / 2
+
+
+class TalkingWorker(IdleWorker):
+    """Its engine has a further token whenever it is asked."""
+
+    is_alive = True
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        while True:
+            self.num_taken += 1
+            yield Chunk((Token(self.num_taken),))
+            await asyncio.sleep(0)
+
+
+async def test_under_pressure_nobody_reads_on_while_a_frame_is_written(attachment: Attachment) -> None:
+    attachment.wrote(10.0)
+    await asyncio.sleep(1.1 * LONG_S)  # it has rested
+    talker: Any = TalkingWorker()
+    attachment._worker = talker
+    attachment.perform(pb.Command(key=7, start=pb.StartCommand(request=request_to_wire(Request("r", (1,))))))
+    frame = await attachment.next_frame()
+    assert list(frame.requests[0].token_ids) == [1]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert talker.num_taken == 2  # it belongs to the next frame
+    await asyncio.sleep(1.1 * LONG_S)  # but not for ever
+    assert talker.num_taken > 3
+    await attachment.close()
