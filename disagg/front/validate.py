@@ -19,7 +19,8 @@ from disagg.pb import inference_pb2 as pb
 from disagg.tracing import TraceContext, trace_context
 from disagg.types import ModelInfo, Request, Sampling
 
-DEFAULT_MAX_TOKENS = Sampling().max_tokens
+NEUTRAL = Sampling()
+DEFAULT_MAX_TOKENS = NEUTRAL.max_tokens
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -214,12 +215,11 @@ def _slo_class(name: str, classes: tuple[SloClass, ...]) -> SloClass:
 
 
 def _sampling(given: pb.SamplingParams, max_tokens: int | None, limits: Limits) -> Sampling:
-    neutral = Sampling()
-    temperature = number("temperature", given.temperature, 0.0, 100.0) if given.HasField("temperature") else neutral.temperature
-    top_p = number("top_p", given.top_p, 0.0, 1.0, open_low=True) if given.HasField("top_p") else neutral.top_p
-    min_p = number("min_p", given.min_p, 0.0, 1.0) if given.HasField("min_p") else neutral.min_p
-    top_k = between("top_k", given.top_k, -1, limits.model.vocab_size) if given.HasField("top_k") else neutral.top_k
-    repetition = neutral.repetition_penalty
+    temperature = number("temperature", given.temperature, 0.0, 100.0) if given.HasField("temperature") else NEUTRAL.temperature
+    top_p = number("top_p", given.top_p, 0.0, 1.0, open_low=True) if given.HasField("top_p") else NEUTRAL.top_p
+    min_p = number("min_p", given.min_p, 0.0, 1.0) if given.HasField("min_p") else NEUTRAL.min_p
+    top_k = between("top_k", given.top_k, -1, limits.model.vocab_size) if given.HasField("top_k") else NEUTRAL.top_k
+    repetition = NEUTRAL.repetition_penalty
     if given.HasField("repetition_penalty"):
         repetition = number("repetition_penalty", given.repetition_penalty, 0.01, 100.0)
     min_tokens = given.min_tokens

@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from disagg.errors import DisaggError
 from disagg.tracing import close_provider, context_of, make_provider, unix_ns
 from disagg.types import Request, Transfer
+
+_NO_SPAN = contextlib.nullcontext()
 
 
 class WorkerSpans:
@@ -27,12 +30,14 @@ class WorkerSpans:
         """Spans go to `endpoint`, nowhere when it is None. Raises ConfigError when OpenTelemetry is not installed."""
         return cls(make_provider(endpoint, worker) if endpoint is not None else None, worker)
 
-    @contextlib.contextmanager
-    def span(self, name: str, below: Request | Transfer, **attributes: str | int) -> Iterator[None]:
+    def span(self, name: str, below: Request | Transfer, **attributes: str | int) -> AbstractContextManager[None]:
         """Covers the block. A request without a trace leaves no span. How it failed, or that it was cancelled, is the span's status."""
         if self._tracer is None or not below.traceparent:
-            yield
-            return
+            return _NO_SPAN
+        return self._covering(name, below, attributes)
+
+    @contextlib.contextmanager
+    def _covering(self, name: str, below: Request | Transfer, attributes: dict[str, str | int]) -> Iterator[None]:
         began_s = time.monotonic()
         outcome = "done"
         try:

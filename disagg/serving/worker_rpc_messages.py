@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import fields
+from functools import lru_cache
+from operator import attrgetter
 
 from disagg.pb import worker_pb2 as pb
 from disagg.tracing import TraceContext
@@ -30,6 +32,7 @@ from disagg.types import (
 # Numbers of FinishReason in inference.proto; 0 means that the request goes on.
 _FINISH_TO_WIRE = {None: 0, FinishReason.STOP: 1, FinishReason.LENGTH: 2}
 _FINISH_FROM_WIRE = {number: reason for reason, number in _FINISH_TO_WIRE.items()}
+_REMEMBERED_BYTES = 256  # so long at most are sampling parameters whose value is remembered: ordinary ones, of which many are the same
 
 
 def sampling_to_wire(s: Sampling) -> pb.SamplingMessage:
@@ -50,7 +53,7 @@ def sampling_to_wire(s: Sampling) -> pb.SamplingMessage:
         logprobs=s.logprobs,
         logprob_token_ids=s.logprob_token_ids,
         prompt_logprobs=s.prompt_logprobs,
-        logit_bias=dict(s.logit_bias),
+        logit_bias=dict(s.logit_bias) or None,  # an empty map costs as much as all other fields
         bad_words=[pb.TokenSequence(ids=word) for word in s.bad_words],
         allowed_token_ids=s.allowed_token_ids,
         structure=structure_to_wire(s.structure) if s.structure is not None else None,
@@ -58,6 +61,17 @@ def sampling_to_wire(s: Sampling) -> pb.SamplingMessage:
 
 
 def sampling_from_wire(m: pb.SamplingMessage) -> Sampling:
+    """The same value for the same parameters: a request's come more than once, and many requests have the same."""
+    data = m.SerializeToString()
+    return _remembered_sampling(data) if len(data) <= _REMEMBERED_BYTES else _sampling(m)
+
+
+@lru_cache(maxsize=256)
+def _remembered_sampling(data: bytes) -> Sampling:
+    return _sampling(pb.SamplingMessage.FromString(data))
+
+
+def _sampling(m: pb.SamplingMessage) -> Sampling:
     return Sampling(
         max_tokens=m.max_tokens,
         min_tokens=m.min_tokens,
@@ -138,23 +152,26 @@ def request_from_wire(m: pb.RequestMessage) -> Request:
 
 def transfer_to_wire(transfer: Transfer) -> pb.TransferMessage:
     source = transfer.source
-    return pb.TransferMessage(
+    message = pb.TransferMessage(
         transfer_id=transfer.transfer_id,
         attempt=transfer.attempt,
         source_worker=source.worker,
         source_epoch=source.epoch,
         source_host_id=source.host_id,
-        source_endpoints=dict(source.endpoints),
         num_tokens=transfer.num_tokens,
         token_hash=transfer.token_hash,
         traceparent=transfer.traceparent,
         tracestate=transfer.tracestate,
         form=transfer.form,
     )
+    for carrier, endpoint in source.endpoints:
+        message.source_endpoints[carrier] = endpoint
+    return message
 
 
 def transfer_from_wire(m: pb.TransferMessage) -> Transfer:
-    source = KvAddress(m.source_worker, m.source_epoch, m.source_host_id, tuple(m.source_endpoints.items()))
+    endpoints = m.source_endpoints
+    source = KvAddress(m.source_worker, m.source_epoch, m.source_host_id, tuple([(name, endpoints[name]) for name in endpoints]))
     context = TraceContext(traceparent=m.traceparent, tracestate=m.tracestate)
     return Transfer(m.transfer_id, m.attempt, source, m.num_tokens, m.token_hash, m.form, **context)
 
@@ -197,11 +214,11 @@ def prefilled_from_wire(m: pb.PrefillReply) -> Prefilled:
 
 def add_chunk(step: pb.RequestStep, chunk: Chunk) -> None:
     """Put a chunk behind what `step` holds of the same request."""
-    for token in chunk.tokens:
-        if token.logprob is None and not step.tokens:
-            step.token_ids.append(token.token_id)
-        else:
-            step.tokens.append(token_to_wire(token))
+    plain = [token.token_id for token in chunk.tokens if token.logprob is None]
+    if len(plain) == len(chunk.tokens) and not step.tokens:
+        step.token_ids.extend(plain)
+    else:
+        step.tokens.extend(map(token_to_wire, chunk.tokens))
     if chunk.finish is not None:
         step.finish = _FINISH_TO_WIRE[chunk.finish]
     if chunk.cached_tokens:
@@ -237,25 +254,26 @@ _STATE_FIELDS = (
     "cache_block_tokens",
 )
 _KV_FIELDS = tuple([f.name for f in fields(KvCounters)])
-_STEP_FIELDS = ("number", "seconds", "prefill_tokens", "prefill_pairs", "decode_requests", "context_tokens")
+_STEP_FIELDS = tuple([f.name for f in fields(StepRecord)])
+# All at once: one by one they cost as much again as the messages.
+_state_values, _kv_values, _step_values = attrgetter(*_STATE_FIELDS), attrgetter(*_KV_FIELDS), attrgetter(*_STEP_FIELDS)
 
 
 def state_to_wire(state: EngineState, after_step: int = -1, after_change: int = -1) -> pb.State:
     """With the steps and the changes of the prefix cache numbered above these. The epoch travels once, in the hello."""
-    steps = [pb.StepRecordMessage(**{name: getattr(s, name) for name in _STEP_FIELDS}) for s in state.steps if s.number > after_step]
-    kv = pb.KvCountersMessage(**{name: getattr(state.kv, name) for name in _KV_FIELDS})
+    steps = [pb.StepRecordMessage(**dict(zip(_STEP_FIELDS, _step_values(s), strict=True))) for s in state.steps if s.number > after_step]
+    kv = pb.KvCountersMessage(**dict(zip(_KV_FIELDS, _kv_values(state.kv), strict=True)))
     changes = [
         pb.CacheChangeMessage(number=c.number, stored=c.stored, removed=c.removed, is_cleared=c.is_cleared)
         for c in state.cache_changes
         if c.number > after_change
     ]
-    return pb.State(steps=steps, kv=kv, cache_changes=changes, **{name: getattr(state, name) for name in _STATE_FIELDS})
+    return pb.State(steps=steps, kv=kv, cache_changes=changes, **dict(zip(_STATE_FIELDS, _state_values(state), strict=True)))
 
 
 def state_from_wire(m: pb.State, epoch: str) -> EngineState:
-    steps = tuple(
-        [StepRecord(s.number, s.seconds, s.prefill_tokens, s.prefill_pairs, s.decode_requests, s.context_tokens) for s in m.steps]
-    )
-    kv = KvCounters(**{name: getattr(m.kv, name) for name in _KV_FIELDS})
+    steps = tuple([StepRecord(*_step_values(s)) for s in m.steps])
+    kv = KvCounters(*_kv_values(m.kv))
     changes = tuple([CacheChange(c.number, tuple(c.stored), tuple(c.removed), c.is_cleared) for c in m.cache_changes])
-    return EngineState(epoch=epoch, steps=steps, kv=kv, cache_changes=changes, **{name: getattr(m, name) for name in _STATE_FIELDS})
+    values = dict(zip(_STATE_FIELDS, _state_values(m), strict=True))
+    return EngineState(epoch=epoch, steps=steps, kv=kv, cache_changes=changes, **values)
