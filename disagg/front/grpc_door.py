@@ -263,9 +263,9 @@ class _AnswerStream:
         self, index: int, part: TextPart, request: Request, table: PromptLogprobs | None, usage: pb.Usage | None = None
     ) -> None:
         """Hand one response to the transport; waits while the client's window is full. DeadlineError: the client stopped reading."""
-        response = pb.GenerateResponse(
-            request_id=self._request_id, tokens=[_token(token) for token in part.tokens], text=part.text, index=index
-        )
+        response = pb.GenerateResponse(request_id=self._request_id, text=part.text, index=index)
+        for token in part.tokens:
+            _add_token(response, token)
         if table is not None:
             response.prompt_logprobs.extend(_prompt_tokens(request, table))
         if part.finish is not None:
@@ -334,11 +334,12 @@ def _deadline_s(context: Context, now_s: float) -> float | None:
     return None if remaining_s is None else now_s + max(0.0, remaining_s - min(DEADLINE_MARGIN_S, 0.1 * remaining_s))
 
 
-def _token(token: Token) -> pb.Token:
+def _add_token(response: pb.GenerateResponse, token: Token) -> None:
     if token.logprob is None:
-        return pb.Token(id=token.token_id)
-    top = [pb.TopLogprob(id=t.token_id, logprob=t.logprob) for t in token.top]
-    return pb.Token(id=token.token_id, logprob=token.logprob, top_logprobs=top, rank=token.rank)
+        response.tokens.add(id=token.token_id)
+    else:
+        top = [pb.TopLogprob(id=t.token_id, logprob=t.logprob) for t in token.top]
+        response.tokens.add(id=token.token_id, logprob=token.logprob, top_logprobs=top, rank=token.rank)
 
 
 def _usage(request: Request, run: Run, num_tokens: int) -> pb.Usage:

@@ -163,9 +163,13 @@ class TextStream:
 
     def push(self, tokens: Sequence[Token], finish: FinishReason | None = None) -> TextPart:
         """Add one step's tokens. `finish` as the engine said it; a stop token's own text is not part of the answer, as in vLLM."""
-        if finish is None and not self._stop:
+        if not self._stop:  # nothing can end the answer before its last token, so all of them are decoded in one go
             self._num_tokens += len(tokens)
-            return TextPart(tuple(tokens), self._decode([token.token_id for token in tokens]))
+            said_ids = [token.token_id for token in tokens]
+            if finish is FinishReason.STOP and not self._keep_stop:
+                said_ids = said_ids[:-1]
+            said = self._decode(said_ids)
+            return TextPart(tuple(tokens), said if finish is None else said + self._flush(), finish)
         kept: list[Token] = []
         text = ""
         for index, token in enumerate(tokens):
@@ -185,6 +189,8 @@ class TextStream:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         """Text that became certain with some more tokens. Several in one go give the same as one by one, for less."""
+        if not token_ids:
+            return ""
         self._ids.extend(token_ids)
         text = self._pending(len(self._ids))
         if text.endswith(UNFINISHED):
@@ -225,8 +231,6 @@ class TextStream:
 
     def _through_stops(self, said: str) -> tuple[str, bool]:
         """(text to give out, whether a stop string is complete). Holds back what may be a stop string's beginning."""
-        if not self._stop:
-            return said, False
         self._held += said
         if self._num_tokens <= self._min_tokens:
             # Too early to stop; what was said so far cannot be taken back, and may not be part of a later match.

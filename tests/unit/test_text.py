@@ -70,6 +70,13 @@ def test_nothing_is_lost_and_no_character_comes_broken(tokenizer: ModelTokenizer
         assert not any("\ufffd" in piece for piece in pieces)
 
 
+def test_a_step_without_a_token_forgets_nothing(tokenizer: ModelTokenizer) -> None:
+    ids = tokenizer.encode("hello🎉", is_whole=False)
+    stream = TextStream(tokenizer, ids[:1])
+    pieces = [stream.push(()).text + stream.push((Token(i),)).text for i in ids[1:]]
+    assert "".join([*pieces, stream.push((), FinishReason.LENGTH).text]) == tokenizer.decode(ids)[len(tokenizer.decode(ids[:1])) :]
+
+
 @pytest.mark.real
 @pytest.mark.parametrize("text", TEXTS)
 def test_nothing_is_lost_with_a_real_vocabulary(smollm2: Path, text: str) -> None:
@@ -136,6 +143,9 @@ def test_random_tokens_equal_the_whole_decoding(tmp_path: Path) -> None:
         whole = tokenizer.decode([*tokenizer.encode("hello"), *ids])[len("hello") :]
         streamed = "".join(texts_of(TextStream(tokenizer, tokenizer.encode("hello")), ids))
         assert streamed.replace("\ufffd", "") == whole.replace("\ufffd", "")
+        cut, stream = rng.randrange(len(ids)), TextStream(tokenizer, tokenizer.encode("hello"))
+        parts = [stream.push([*map(Token, part)], finish).text for part, finish in ((ids[:cut], None), (ids[cut:], FinishReason.LENGTH))]
+        assert "".join(parts) == streamed
 
 
 def test_a_stop_tokens_own_text_is_left_out(tokenizer: ModelTokenizer) -> None:
