@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disagg.config import SloClass
@@ -30,6 +30,7 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_SALT_CHARS = 256
 MAX_MESSAGES = 1024
 MAX_N = 128
+MAX_REMEMBERED, MAX_REMEMBERED_BYTES = 256, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Limits:
     max_token_bytes: int | None
     encode: Encode | None = None
     has_logits: bool = True
+    remembered: dict[bytes, Sampling] = field(default_factory=dict, compare=False, repr=False)  # by the message that was found right
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -76,7 +78,7 @@ def check_head(message: pb.GenerateRequest, limits: Limits) -> Head:
     max_tokens = given.max_tokens if given.HasField("max_tokens") else None
     if max_tokens is not None:
         between("max_tokens", max_tokens, 1, limits.max_prompt_tokens)
-    sampling = _sampling(given, max_tokens, limits)
+    sampling = _remembered_sampling(given, max_tokens, limits)
     truncate = None
     if message.HasField("truncate_prompt_tokens"):
         truncate = between("truncate_prompt_tokens", message.truncate_prompt_tokens, 1, limits.max_prompt_tokens)
@@ -212,6 +214,19 @@ def _slo_class(name: str, classes: tuple[SloClass, ...]) -> SloClass:
         if known.name == name:
             return known
     raise InvalidRequestError(field="slo_class", value=name, expected=nearest(name, [c.name for c in classes]))
+
+
+def _remembered_sampling(given: pb.SamplingParams, max_tokens: int | None, limits: Limits) -> Sampling:
+    """Clients mostly ask for the same again, and to check it anew takes as long as all else of a request's head."""
+    data = given.SerializeToString()
+    found = limits.remembered.get(data)
+    if found is None:
+        found = _sampling(given, max_tokens, limits)
+        if len(data) <= MAX_REMEMBERED_BYTES:
+            if len(limits.remembered) >= MAX_REMEMBERED:
+                limits.remembered.clear()
+            limits.remembered[data] = found
+    return found
 
 
 def _sampling(given: pb.SamplingParams, max_tokens: int | None, limits: Limits) -> Sampling:

@@ -9,7 +9,7 @@ import pytest
 
 from disagg.config import SloClass
 from disagg.errors import InvalidRequestError
-from disagg.front.validate import Limits, check_head, check_text_size, to_request
+from disagg.front.validate import MAX_REMEMBERED, Limits, check_head, check_text_size, to_request
 from disagg.pb import inference_pb2 as pb
 from disagg.types import ModelInfo, Request, Sampling
 
@@ -56,6 +56,18 @@ def test_present_fields_are_kept() -> None:
         repetition_penalty=1.5, stop=("a", "b"), stop_token_ids=(5,), ignore_eos=True, logprobs=0,
     )  # fmt: skip
     assert (request.slo_class, request.priority) == ("batch", 0)
+
+
+def test_what_was_right_is_remembered_in_bounds_and_what_was_wrong_is_not() -> None:
+    limits = Limits(MODEL, LIMITS.slo_classes, max_token_bytes=8)
+    for seed in (*range(2 * MAX_REMEMBERED), 3, 3):
+        assert check(message(seed=seed), limits).sampling == Sampling(max_tokens=CONTEXT - 3, seed=seed)
+    assert 0 < len(limits.remembered) <= MAX_REMEMBERED
+    known = set(limits.remembered)
+    assert check(message(stop=["a" * 200, "b" * 200]), limits).sampling.stop == ("a" * 200, "b" * 200)
+    for _ in range(2):
+        assert refusal(message(top_p=2.0), limits).field == "top_p"
+    assert set(limits.remembered) == known
 
 
 def test_top_k_minus_one_is_all() -> None:
