@@ -12,6 +12,7 @@ share one `Pace`, which goes by their mean; and a loop is busy when it was so in
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from pathlib import Path
@@ -46,6 +47,25 @@ class ThreadLoad:
             self._share, self._last = min(self._last, found), found
             self._at_s, self._wanted_s = now_s, wanted_s
         return self._share
+
+
+class _Counts(threading.local):
+    """What the kernel counts of the calling thread, in a file that stays open: to find it anew takes far longer than to read it."""
+
+    def __init__(self) -> None:
+        self._thread_id, self._fd = 0, -1
+
+    def read(self) -> bytes:
+        thread_id = threading.get_native_id()
+        if thread_id != self._thread_id:  # the first time; or this process was forked
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = os.open(_COUNTS, os.O_RDONLY | os.O_CLOEXEC)
+            self._thread_id = thread_id
+        return os.pread(self._fd, 128, 0)
+
+
+_counts = _Counts()
 
 
 class _Loads(threading.local):
@@ -90,7 +110,7 @@ def busy_rest_s(share: float) -> float:
 def wanted_core_s() -> float:
     """Seconds so far in which the calling thread ran or waited for a core; where the kernel does not count these, in which it ran."""
     try:
-        ran_ns, waited_ns, _ = _COUNTS.read_bytes().split()
+        ran_ns, waited_ns, _ = _counts.read().split()
     except (OSError, ValueError):
         return time.thread_time()
     return (int(ran_ns) + int(waited_ns)) * 1e-9 or time.thread_time()  # zeros: the file is there, but the counting is switched off

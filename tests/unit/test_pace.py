@@ -61,6 +61,7 @@ def test_a_kernel_that_does_not_count_gives_zeros(monkeypatch: pytest.MonkeyPatc
     counts = tmp_path / "schedstat"
     counts.write_text("0 0 0\n")
     monkeypatch.setattr(pace, "_COUNTS", counts)
+    monkeypatch.setattr(pace, "_counts", pace._Counts())
     assert 0 < pace.wanted_core_s() <= time.thread_time()
 
 
