@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from disagg.kv.copy import copy_and_digest, digest
 from disagg.kv.frames import Frame
@@ -23,8 +23,7 @@ FRAMES_A_TURN = 4
 MOST_WAITING = 32  # then the event loop has a turn, too
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(NamedTuple):  # one per frame, as Frame
     """A frame's payload in consecutive `parts`, and the `room` where it belongs; no parts when it is there already."""
 
     frame: Frame

@@ -197,7 +197,7 @@ class Attachment:
                     request, transfer = wire.request_from_wire(command.prefill.request), wire.transfer_from_wire(command.prefill.transfer)
                     with self._span("prefill", request, transfer):
                         prefilled = await self._worker.prefill(request, transfer, self.gateway_id)
-                    reply.prefilled.CopyFrom(wire.prefilled_to_wire(prefilled))
+                    wire.prefilled_to_wire(prefilled, reply.prefilled)
                 case "fetch":
                     await self._fetch(command.fetch)
                 case "release":

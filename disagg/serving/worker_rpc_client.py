@@ -134,42 +134,50 @@ class RemoteWorker:
         return reports
 
     async def prefill(self, request: Request, transfer: Transfer) -> Prefilled:
-        command = pb.PrefillCommand(request=wire.request_to_wire(request), transfer=wire.transfer_to_wire(transfer))
-        reply = await self._call(pb.Command(prefill=command), _remaining_s(request))
+        command = pb.Command()
+        wire.request_to_wire(request, command.prefill.request)
+        wire.transfer_to_wire(transfer, command.prefill.transfer)
+        reply = await self._call(command, _remaining_s(request))
         return wire.prefilled_from_wire(reply.prefilled)
 
     async def fetch(self, transfer: Transfer, request: Request | None = None) -> None:
-        asked = None
+        command = pb.Command()
+        wire.transfer_to_wire(transfer, command.fetch.transfer)
         if request is not None:
-            asked = wire.request_to_wire(request)
+            wire.request_to_wire(request, command.fetch.request)
             self._fetched[transfer.transfer_id] = request
         try:
-            await self._call(pb.Command(fetch=pb.FetchCommand(transfer=wire.transfer_to_wire(transfer), request=asked)), None)
+            await self._call(command, None)
         except BaseException:
             self._fetched.pop(transfer.transfer_id, None)
             raise
 
     async def release(self, transfer: Transfer) -> None:
         self._fetched.pop(transfer.transfer_id, None)
+        command = pb.Command()
+        wire.transfer_to_wire(transfer, command.release)
         try:
-            await self._call(pb.Command(release=wire.transfer_to_wire(transfer)), CONTROL_TIMEOUT_S)
+            await self._call(command, CONTROL_TIMEOUT_S)
         except DeadlineError as error:  # this gateway's heartbeats would keep the entry for ever
             self.lose(f"it does not answer a release: {error.message}")
             raise self._lost_error() from error
 
     def decode(self, request: Request, prefilled: Prefilled, transfer: Transfer) -> RemoteChunks:
         """Starts at the call, not at the first iteration: the worker decodes while the caller hands the first token on."""
-        command = pb.StartCommand(prefilled=wire.prefilled_to_wire(prefilled))
+        command = pb.Command()
+        wire.prefilled_to_wire(prefilled, command.start.prefilled)
         if self._fetched.pop(transfer.transfer_id, None) is request:  # a long prompt travels once
-            command.fetched = transfer.transfer_id
+            command.start.fetched = transfer.transfer_id
         else:
-            command.request.CopyFrom(wire.request_to_wire(request))
-            command.transfer.CopyFrom(wire.transfer_to_wire(transfer))
+            wire.request_to_wire(request, command.start.request)
+            wire.transfer_to_wire(transfer, command.start.transfer)
         return self._start(command, request)
 
     def generate(self, request: Request) -> RemoteChunks:
         """Starts at the call."""
-        return self._start(pb.StartCommand(request=wire.request_to_wire(request)), request)
+        command = pb.Command()
+        wire.request_to_wire(request, command.start.request)
+        return self._start(command, request)
 
     # ---- life
 
@@ -217,14 +225,14 @@ class RemoteWorker:
 
     # ---- machinery
 
-    def _start(self, start: pb.StartCommand, request: Request) -> RemoteChunks:
-        key = next(self._keys)
+    def _start(self, command: pb.Command, request: Request) -> RemoteChunks:
+        key = command.key = next(self._keys)
         chunks = RemoteChunks(lambda: self._abandon(key), _remaining_s(request))
         if self.is_lost:
             chunks.fail(self._lost_error())
             return chunks
         self._streams[key] = chunks
-        self._send(pb.Command(key=key, start=start))
+        self._send(command)
         return chunks
 
     def _abandon(self, key: int) -> None:

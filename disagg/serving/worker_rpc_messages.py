@@ -1,4 +1,7 @@
-"""The vocabulary as protobuf messages of worker.proto, and back. No I/O."""
+"""The vocabulary as protobuf messages of worker.proto, and back. No I/O.
+
+What is large is written `into` the message that it is a part of: a part that is made by itself is copied into the whole.
+"""
 
 from __future__ import annotations
 
@@ -35,29 +38,33 @@ _FINISH_FROM_WIRE = {number: reason for reason, number in _FINISH_TO_WIRE.items(
 _REMEMBERED_BYTES = 256  # so long at most are sampling parameters whose value is remembered: ordinary ones, of which many are the same
 
 
-def sampling_to_wire(s: Sampling) -> pb.SamplingMessage:
+def sampling_to_wire(s: Sampling, into: pb.SamplingMessage) -> None:
     """`stop` strings stay at the gateway: text is made there."""
-    return pb.SamplingMessage(
-        max_tokens=s.max_tokens,
-        min_tokens=s.min_tokens,
-        temperature=s.temperature,
-        top_p=s.top_p,
-        top_k=max(0, s.top_k),
-        min_p=s.min_p,
-        seed=s.seed,
-        presence_penalty=s.presence_penalty,
-        frequency_penalty=s.frequency_penalty,
-        repetition_penalty=s.repetition_penalty,
-        stop_token_ids=s.stop_token_ids,
-        ignore_eos=s.ignore_eos,
-        logprobs=s.logprobs,
-        logprob_token_ids=s.logprob_token_ids,
-        prompt_logprobs=s.prompt_logprobs,
-        logit_bias=dict(s.logit_bias) or None,  # an empty map costs as much as all other fields
-        bad_words=[pb.TokenSequence(ids=word) for word in s.bad_words],
-        allowed_token_ids=s.allowed_token_ids,
-        structure=structure_to_wire(s.structure) if s.structure is not None else None,
-    )
+    into.max_tokens = s.max_tokens
+    into.min_tokens = s.min_tokens
+    into.temperature = s.temperature
+    into.top_p = s.top_p
+    into.top_k = max(0, s.top_k)
+    into.min_p = s.min_p
+    into.presence_penalty = s.presence_penalty
+    into.frequency_penalty = s.frequency_penalty
+    into.repetition_penalty = s.repetition_penalty
+    into.stop_token_ids.extend(s.stop_token_ids)
+    into.ignore_eos = s.ignore_eos
+    into.logprob_token_ids.extend(s.logprob_token_ids)
+    into.allowed_token_ids.extend(s.allowed_token_ids)
+    if s.seed is not None:
+        into.seed = s.seed
+    if s.logprobs is not None:
+        into.logprobs = s.logprobs
+    if s.prompt_logprobs is not None:
+        into.prompt_logprobs = s.prompt_logprobs
+    for token_id, bias in s.logit_bias:
+        into.logit_bias[token_id] = bias
+    for word in s.bad_words:
+        into.bad_words.add(ids=word)
+    if s.structure is not None:
+        into.structure.CopyFrom(structure_to_wire(s.structure))
 
 
 def sampling_from_wire(m: pb.SamplingMessage) -> Sampling:
@@ -119,26 +126,24 @@ def structure_from_wire(m: pb.StructureMessage) -> Structure:
     )
 
 
-def request_to_wire(request: Request) -> pb.RequestMessage:
+def request_to_wire(request: Request, into: pb.RequestMessage) -> None:
     """Instants do not cross the wire: the gateway keeps arrival and deadline."""
-    return pb.RequestMessage(
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        prior_output=request.prior_output,
-        sampling=sampling_to_wire(request.sampling),
-        slo_class=request.slo_class,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        traceparent=request.traceparent,
-        tracestate=request.tracestate,
-    )
+    into.request_id = request.request_id
+    into.prompt_token_ids.extend(request.prompt_token_ids)
+    into.prior_output.extend(request.prior_output)
+    sampling_to_wire(request.sampling, into.sampling)
+    into.slo_class = request.slo_class
+    into.priority = request.priority
+    into.cache_salt = request.cache_salt
+    into.traceparent = request.traceparent
+    into.tracestate = request.tracestate
 
 
 def request_from_wire(m: pb.RequestMessage) -> Request:
     """`arrival_s` is the arrival at this worker, on its own clock."""
     return Request(
         request_id=m.request_id,
-        prompt_token_ids=tuple(m.prompt_token_ids),
+        prompt_token_ids=tuple(m.prompt_token_ids[:]),  # a slice is read in one go
         sampling=sampling_from_wire(m.sampling),
         slo_class=m.slo_class,
         priority=m.priority,
@@ -150,23 +155,20 @@ def request_from_wire(m: pb.RequestMessage) -> Request:
     )
 
 
-def transfer_to_wire(transfer: Transfer) -> pb.TransferMessage:
+def transfer_to_wire(transfer: Transfer, into: pb.TransferMessage) -> None:
     source = transfer.source
-    message = pb.TransferMessage(
-        transfer_id=transfer.transfer_id,
-        attempt=transfer.attempt,
-        source_worker=source.worker,
-        source_epoch=source.epoch,
-        source_host_id=source.host_id,
-        num_tokens=transfer.num_tokens,
-        token_hash=transfer.token_hash,
-        traceparent=transfer.traceparent,
-        tracestate=transfer.tracestate,
-        form=transfer.form,
-    )
+    into.transfer_id = transfer.transfer_id
+    into.attempt = transfer.attempt
+    into.source_worker = source.worker
+    into.source_epoch = source.epoch
+    into.source_host_id = source.host_id
     for carrier, endpoint in source.endpoints:
-        message.source_endpoints[carrier] = endpoint
-    return message
+        into.source_endpoints[carrier] = endpoint
+    into.num_tokens = transfer.num_tokens
+    into.token_hash = transfer.token_hash
+    into.traceparent = transfer.traceparent
+    into.tracestate = transfer.tracestate
+    into.form = transfer.form
 
 
 def transfer_from_wire(m: pb.TransferMessage) -> Transfer:
@@ -197,14 +199,13 @@ def prompt_logprobs_from_wire(m: pb.PromptLogprobs) -> PromptLogprobs:
     return PromptLogprobs(m.width, tuple(m.token_ids), tuple(m.logprobs), tuple(m.ranks))
 
 
-def prefilled_to_wire(prefilled: Prefilled) -> pb.PrefillReply:
-    return pb.PrefillReply(
-        first=token_to_wire(prefilled.first),
-        finish=_FINISH_TO_WIRE[prefilled.finish],
-        cached_tokens=prefilled.cached_tokens,
-        newly_cached_tokens=prefilled.newly_cached_tokens,
-        prompt_logprobs=prompt_logprobs_to_wire(prefilled.prompt_logprobs) if prefilled.prompt_logprobs is not None else None,
-    )
+def prefilled_to_wire(prefilled: Prefilled, into: pb.PrefillReply) -> None:
+    into.first.CopyFrom(token_to_wire(prefilled.first))
+    into.finish = _FINISH_TO_WIRE[prefilled.finish]
+    into.cached_tokens = prefilled.cached_tokens
+    into.newly_cached_tokens = prefilled.newly_cached_tokens
+    if prefilled.prompt_logprobs is not None:
+        into.prompt_logprobs.CopyFrom(prompt_logprobs_to_wire(prefilled.prompt_logprobs))
 
 
 def prefilled_from_wire(m: pb.PrefillReply) -> Prefilled:

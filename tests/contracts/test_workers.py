@@ -166,8 +166,7 @@ async def test_closing_the_chunks_cancels_and_frees(bench: Bench, after: int) ->
     for chunks in (bench.d.decode(request, prefilled, transfer), bench.p.generate(request)):
         got = 0
         async with aclosing(chunks) as stream:
-            while got < after:
-                await anext(stream)
+            while got < after and (await anext(stream)).finish is None:  # on a starved machine an answer may come in one chunk
                 got += 1
     await bench.d.release(transfer)
     await bench.p.release(transfer)
@@ -245,7 +244,8 @@ async def test_a_prompt_travels_to_its_decode_worker_once(monkeypatch: pytest.Mo
         assert list(kept) == [transfer.transfer_id]
         await asyncio.gather(d.release(transfer), p.release(transfer))
         assert not kept
-        forgotten = pb.StartCommand(fetched=transfer.transfer_id, prefilled=worker_rpc_messages.prefilled_to_wire(prefilled))
+        forgotten = pb.Command(start=pb.StartCommand(fetched=transfer.transfer_id))
+        worker_rpc_messages.prefilled_to_wire(prefilled, forgotten.start.prefilled)
         for chunks in (d.decode(request, prefilled, transfer), d._start(forgotten, request)):
             with pytest.raises(TransferFencedError, match="released"):
                 await _drain(chunks)
@@ -338,8 +338,9 @@ async def test_a_gateway_that_does_not_read_is_cut_off(remote: tuple[Cluster, Re
         await stream.write(pb.GatewayFrame(gateway_id="sleeper"))
         await stream.read()
         attachment = server._servicer._attachments["sleeper"]
-        requests = [worker_rpc_messages.request_to_wire(c.request(5, 8000)) for _ in range(32)]
-        commands = [pb.Command(key=key, start=pb.StartCommand(request=request)) for key, request in enumerate(requests, 1)]
+        commands = [pb.Command(key=key) for key in range(1, 33)]
+        for command in commands:
+            worker_rpc_messages.request_to_wire(c.request(5, 8000), command.start.request)
         await stream.write(pb.GatewayFrame(commands=commands))
         async with asyncio.timeout(60):
             while not attachment.has_ended:  # noqa: ASYNC110
@@ -375,13 +376,16 @@ async def test_nobody_there_is_a_typed_error() -> None:
 def test_messages_keep_everything() -> None:
     sampling = Sampling(7, 2, 0.5, 0.9, 40, 0.1, -5, 0.1, -0.2, 1.1, (), (4, 5), True, 0)
     request = Request("id", (1, 2, 3), sampling, "chat", -3, 5.0, 9.0, (4,))
-    back = worker_rpc_messages.request_from_wire(worker_rpc_messages.request_to_wire(request))
+    message, reply = pb.RequestMessage(), pb.PrefillReply()
+    worker_rpc_messages.request_to_wire(request, message)
+    back = worker_rpc_messages.request_from_wire(message)
     assert replace(back, arrival_s=5.0, deadline_s=9.0) == request
     chunk = Chunk((Token(5, -0.5, (TopLogprob(5, -0.5), TopLogprob(6, -1.5))), Token(6, 0.0)), FinishReason.STOP)
     step = pb.RequestStep()
     worker_rpc_messages.add_chunk(step, chunk)
     assert worker_rpc_messages.chunk_from_wire(step) == chunk
     prefilled = Prefilled(Token(5, -0.5), FinishReason.LENGTH, 17)
-    assert worker_rpc_messages.prefilled_from_wire(worker_rpc_messages.prefilled_to_wire(prefilled)) == prefilled
+    worker_rpc_messages.prefilled_to_wire(prefilled, reply)
+    assert worker_rpc_messages.prefilled_from_wire(reply) == prefilled
     state = EngineState("e", *range(1, 6), 0.5, *range(7, 12))
     assert worker_rpc_messages.state_from_wire(worker_rpc_messages.state_to_wire(state), "e") == state

@@ -154,7 +154,9 @@ async def test_under_pressure_nobody_reads_on_while_a_frame_is_written(attachmen
     await asyncio.sleep(1.1 * LONG_S)  # it has rested
     talker: Any = TalkingWorker()
     attachment._worker = talker
-    attachment.perform(pb.Command(key=7, start=pb.StartCommand(request=request_to_wire(Request("r", (1,))))))
+    command = pb.Command(key=7)
+    request_to_wire(Request("r", (1,)), command.start.request)
+    attachment.perform(command)
     frame = await attachment.next_frame()
     assert list(frame.requests[0].token_ids) == [1]
     for _ in range(20):
