@@ -134,10 +134,11 @@ def _split(topology: Topology, prefill: int, decode: int, name: str) -> Arm:
 
 
 def with_chunk(arm: Arm, tokens: int, name: str | None = None) -> Arm:
-    """A colocated arm whose engines take `tokens` per step; an adaptive one whose engines do so in steps in which somebody decodes.
+    """A colocated arm whose engines take `tokens` per step; an adaptive one whose engines do so in steps in which somebody decodes,
+    where the topology has no number of its own for these (`mixed_step_tokens`): what suits a colocated pool, which may give a long prompt
+    another share of a step, need not suit it.
 
-    In the place of what the topology says, in both alike: a baseline that is tuned beside an arm that is not would be no comparison. Other
-    arms are as they were: there no prompt is beside a decode. Raises ConfigError.
+    Other arms are as they were: there no prompt is beside a decode. Raises ConfigError.
     """
     if tokens < 1:
         raise ConfigError(key="--chunk", value=tokens, expected="a positive number of tokens")
@@ -149,7 +150,7 @@ def with_chunk(arm: Arm, tokens: int, name: str | None = None) -> Arm:
         pool = settings.model_dump()
         if role is Role.COLOCATED:
             pool[section] = {**pool[section], _CHUNK_KEY: tokens}
-        else:
+        elif mixed_step_tokens(arm.topology, role) is None:
             most = chunk_tokens(arm.topology, role) or tokens
             pool[section] = {**pool[section], _MIXED_KEY: min(tokens, most)}
         raw["pools"][role.value] = pool

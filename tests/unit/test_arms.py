@@ -113,7 +113,7 @@ def test_adaptive_workers_take_that_chunk_beside_decodes(engine: dict[str, str])
     assert with_chunk(disagg, 128) == disagg
     own = parse_arms("adaptive,disagg", topology(engine, prefill={"count": 1, section: {"mixed_step_tokens": 32}}))[0]
     assert setup_of(own).mixed_step_tokens == {"prefill": 32}
-    assert setup_of(with_chunk(own, 128)).mixed_step_tokens == {"prefill": 128, "decode": 128}  # tuned as the baseline is
+    assert setup_of(with_chunk(own, 128)).mixed_step_tokens == {"prefill": 32, "decode": 128}
 
 
 def test_arms_stay_up_where_their_memory_fits():
