@@ -58,6 +58,7 @@ async def test_a_worker_is_checked_against_one_that_joins_anew_meanwhile(monkeyp
     async with cluster(topology(settings, tp=1, kv_bytes_per_token=4), start_workers=False) as c:
         await c.add(Role.PREFILL)
         old, closing, held = c.pool.members["prefill-0"].worker, asyncio.Event(), asyncio.Event()
+        c.killed.append(c.workers["prefill-0"])
         close = old.close
 
         async def slowly() -> None:
@@ -66,12 +67,14 @@ async def test_a_worker_is_checked_against_one_that_joins_anew_meanwhile(monkeyp
             await close()
 
         monkeypatch.setattr(old, "close", slowly)
-        again = asyncio.create_task(c.pool.join("prefill-0", Role.PREFILL, c.worker("prefill-0").target))
-        await closing.wait()
-        with pytest.raises(LayoutMismatchError, match="no KV can move"):
-            await c.add(Role.DECODE)
-        held.set()
-        await again
+        again = asyncio.create_task(c.add(Role.PREFILL, "prefill-0"))
+        try:
+            await asyncio.wait_for(closing.wait(), 20)
+            with pytest.raises(LayoutMismatchError, match="no KV can move"):
+                await c.add(Role.DECODE)
+        finally:
+            held.set()
+            await again
         assert set(c.pool.members) == {"prefill-0"}
 
 
