@@ -95,7 +95,7 @@ def plan(budget_min: float, spent_s: float, speed: Speed, capacity: Mapping[str,
 
 
 def _trials_s(speed: Speed, capacity: Mapping[str, Capacity]) -> float:
-    """What the chunk search takes."""
+    """What the chunk search takes: each size has a start, its warm-up, and a turn that goes on until its last answers are there."""
     longest_s = max(one.longest_s for one in capacity.values())
     return CHUNK_TRIALS * (speed.start_s + (WARM_UPS + 2) * longest_s + TRIAL_S)
 
@@ -196,20 +196,15 @@ def _command(name: str, planned: Plan, out: Path, limit_s: float, *, resume: boo
     ]
 
 
-def _tuned(name: str, out: Path) -> int | None:
-    """The chunk to use; None where the case has to search it."""
-    return _chosen_chunk(out) if name != TUNED_ON else None
-
-
 def _is_begun(folder: Path) -> bool:
     """Whether a run left something to go on with, if only in its chunk search."""
     return any((folder / name).exists() for name in ("asked.json", "run.json"))
 
 
-def _chosen_chunk(out: Path) -> int | None:
-    """What the search on TUNED_ON chose; None where it was not made (that workload was not asked for)."""
+def _tuned(name: str, out: Path) -> int | None:
+    """The chunk that the search on TUNED_ON chose; None where `name` has to search one: it is that workload, or that was not asked for."""
     file = out / TUNED_ON / "result.json"
-    search = read_result(file).chunk_search if file.exists() else None
+    search = read_result(file).chunk_search if name != TUNED_ON and file.exists() else None
     return None if search is None else search.chosen_tokens
 
 

@@ -51,14 +51,14 @@ _PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # Python 3.11 looks an enum's mem
 class Known:
     """What one request's legs on a worker cost, as far as neither the instant nor the queue matters; each with the outline it is of.
 
-    Who waits is weighed again at each event, and most workers have not changed since. `firsts`: the prompt's seconds, what it costs those
-    who decode beside it, and the work that it adds behind other prompts. `seconds`: the leg of a worker without prompts.
+    Who waits is weighed again at each event, and most workers have not changed since. `firsts`: the prompt's tokens and seconds, what it
+    costs those who decode beside it, and the work that it adds behind other prompts. `seconds`: the leg of a worker without prompts.
     """
 
     __slots__ = ("firsts", "seconds")
 
     def __init__(self) -> None:
-        self.firsts: dict[WorkerBook, tuple[Outline, float, float, float]] = {}
+        self.firsts: dict[WorkerBook, tuple[Outline, int, float, float, float]] = {}
         self.seconds: dict[WorkerBook, tuple[Outline, SecondLeg]] = {}
 
 
@@ -144,9 +144,9 @@ def weigh_first(w: WorkerBook, ask: Ask, standing: Standing, extra_s: float = 0.
     is_behind = bool(w.prefilling)
     wait_s = w.wait_s(now_s, o) + extra_s
     known = ask.known.firsts.get(w)
-    if known is None or known[0] is not o:
+    if known is None or known[0] is not o or known[1] != tokens:  # what is cached of it may have changed
         known = ask.known.firsts[w] = _first_known(w, o, tokens, cached)
-    _, core_s, stall_cost, work_s = known
+    _, _, core_s, stall_cost, work_s = known
     prefill_s = core_s + o.overhead_s
     if is_behind and ask.has_followers and prefill_s < o.feed_s:
         prefill_s = o.feed_s  # others will share its step
@@ -174,7 +174,7 @@ def weigh_first(w: WorkerBook, ask: Ask, standing: Standing, extra_s: float = 0.
     return FirstLeg(w, cost, wait_s, prefill_s, cached, passing is not None)
 
 
-def _first_known(w: WorkerBook, o: Outline, tokens: int, cached: int) -> tuple[Outline, float, float, float]:
+def _first_known(w: WorkerBook, o: Outline, tokens: int, cached: int) -> tuple[Outline, int, float, float, float]:
     """Of a prompt that passes nobody (Known.firsts)."""
     core_s = w.prefill_s(tokens, cached, o)
     work_s = o.overhead_s
@@ -182,7 +182,7 @@ def _first_known(w: WorkerBook, o: Outline, tokens: int, cached: int) -> tuple[O
         work_s += o.cost.prefill_s(tokens, cached, o.chunk_tokens, o.decodes, o.context_tokens)
     else:
         work_s += core_s
-    return o, core_s, _stall_of(w, o, tokens, core_s), work_s
+    return o, tokens, core_s, _stall_of(w, o, tokens, core_s), work_s
 
 
 def _stall_of(w: WorkerBook, o: Outline, tokens: int, prompt_s: float) -> float:
