@@ -299,7 +299,7 @@ class SimulatedEngine:
 
     async def _run(self) -> None:
         """Steps while there is work. Sleeps until an absolute instant, so that errors of short sleeps do not add up."""
-        clock = time.monotonic
+        clock, speed = time.monotonic, self.settings.speed
         due = clock()
         try:
             while self._scheduler.has_work:
@@ -307,8 +307,8 @@ class SimulatedEngine:
                 plan = self._scheduler.schedule()
                 if not plan and not self._loads:
                     raise EngineError("requests wait, and none of them can run")
-                device_s = self._device_s(plan)
-                duration_s = device_s / self.settings.speed * self.slow_factor if self.settings.speed else 0.0
+                device_s = self._device_s(plan) if speed else 0.0
+                duration_s = device_s / speed * self.slow_factor if speed else 0.0
                 counts = plan_counts(plan)
                 results = self._compute(plan)
                 due = max(due, began - _MAX_LAG_S) + duration_s
@@ -338,8 +338,8 @@ class SimulatedEngine:
 
     def _compute(self, plan: Sequence[Scheduled]) -> list[_Result]:
         """The step's work: KV of all scheduled tokens, and a token for each job whose KV is complete."""
-        staged: list[tuple[_Job, Sequence[_Frame]]] = []
-        singles: list[_Job] = []
+        results: list[_Result] = []
+        model = self._model
         for job, num_tokens in plan:
             assert isinstance(job, _Job)
             frames: Sequence[_Frame] = ()
@@ -347,21 +347,18 @@ class SimulatedEngine:
                 self._load(job)
             elif job.num_computed in (0, job.num_cached):
                 frames = self._begin_context(job)
-            if num_tokens == 1 and job.outbox is None:
-                singles.append(job)
+            start, kv = job.num_computed, job.kv
+            if num_tokens == 1 and job.outbox is None:  # most are decodes
+                running = model.next_running(job.tokens[start], start, kv.running)
+                kv.append(model.next_codes(running), 1, running)
             else:
-                start = job.num_computed
-                codes = self._model.extend(job.kv, job.tokens[start : start + num_tokens])
+                codes = model.extend(kv, job.tokens[start : start + num_tokens])
                 if job.outbox is not None:
                     frames = [*frames, *self._write(job, job.outbox, start, codes)]
-            job.num_computed += num_tokens
-            staged.append((job, frames))
-        self._extend_singles(singles)
-        draw = self._model.draw
-        return [
-            (job, frames, draw(job.kv.digest, job.request.sampling, job.num_output) if job.num_computed == job.num_tokens else None)
-            for job, frames in staged
-        ]
+            job.num_computed = start + num_tokens
+            is_due = job.num_computed == job.num_tokens
+            results.append((job, frames, model.draw(kv.digest, job.request.sampling, job.num_output) if is_due else None))
+        return results
 
     def _begin_context(self, job: _Job) -> list[_Frame]:
         """A context is computed from its begin on, or from behind what the prefix cache gave: KV of the same tokens, so the same bytes."""
@@ -373,16 +370,6 @@ class SimulatedEngine:
             return []
         codes = self._model.extend(job.kv, job.tokens[: job.num_computed])
         return self._write(job, job.outbox, 0, codes) if job.outbox is not None else []
-
-    def _extend_singles(self, jobs: list[_Job]) -> None:
-        """One more token of KV for each job, their codes in one vectorised go: the decode batch. `num_computed` counts it already."""
-        if not jobs:
-            return
-        model = self._model
-        states = [model.next_running(job.tokens[job.num_computed - 1], job.num_computed - 1, job.kv.running) for job in jobs]
-        rows = model.codes(np.array(states, np.uint64))
-        for job, running, row in zip(jobs, states, rows, strict=True):
-            job.kv.append(row.data, 1, running)
 
     def _load(self, job: _Job) -> None:
         """Take the context's KV out of the inbox, as it is there, and leave the inbox."""
@@ -397,7 +384,7 @@ class SimulatedEngine:
             codes = from_entry(by_rank[:, :num_tokens], self._layout, layout, entry.form)
             running = self._model.running_states(job.tokens[first : job.num_ready], first, job.kv.running)[-1]
             job.kv.append(codes.data.cast("B"), num_tokens, int(running))
-            del box, by_rank  # no export of the box may outlive the entry
+            del box, by_rank, codes  # no export of the box may outlive the entry
         job.num_ready = 0
         job.inbox.end_read()
         job.inbox = None

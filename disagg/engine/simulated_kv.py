@@ -29,7 +29,9 @@ def to_entry(codes: Codes, cache: KvLayout, entry: KvLayout, form: str) -> Store
     if form == TOKENS:
         heads = shards.reshape(cache.num_shards, len(codes), cache.shard_heads, 2, cache.head_dim)
         return _store(heads.swapaxes(2, 3).reshape(cache.num_shards, len(codes), -1), entry.dtype)
-    return _store(shards[[cache.shard_of(rank) for rank in range(cache.num_ranks)]], cache.dtype)
+    if cache.num_shards < cache.num_ranks:  # the others hold copies
+        shards = shards[[cache.shard_of(rank) for rank in range(cache.num_ranks)]]
+    return _store(shards, cache.dtype)
 
 
 def from_entry(stored: Stored, cache: KvLayout, entry: KvLayout, form: str) -> Codes:
@@ -37,8 +39,9 @@ def from_entry(stored: Stored, cache: KvLayout, entry: KvLayout, form: str) -> C
     numbers = _load(stored, entry.dtype)
     num_tokens = stored.shape[1]
     if form != TOKENS:
-        firsts = [rank for rank in range(cache.num_ranks) if cache.is_first_copy(rank)]
-        return np.ascontiguousarray(numbers[firsts].swapaxes(0, 1)).reshape(num_tokens, -1)
+        if cache.num_shards < cache.num_ranks:
+            numbers = numbers[[rank for rank in range(cache.num_ranks) if cache.is_first_copy(rank)]]
+        return np.ascontiguousarray(numbers.swapaxes(0, 1)).reshape(num_tokens, -1)
     shards = numbers.reshape(entry.num_ranks, num_tokens, 2, entry.shard_heads, entry.head_dim).swapaxes(2, 3)
     mine = np.empty((num_tokens, cache.num_shards, cache.shard_heads, 2, cache.head_dim), np.uint8)
     for rank in range(cache.num_ranks):

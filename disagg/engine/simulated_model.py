@@ -32,6 +32,7 @@ _REDRAWS: Final = 64
 _STEP: Final = np.uint64(_GOLDEN)
 _SHIFTS: Final = (np.uint64(30), np.uint64(27), np.uint64(31))
 _FACTORS: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_FEW_LANES: Final = 16  # of one token: so many fit in one long number, with which Python is quicker than numpy with an array
 
 
 class KvState:
@@ -47,7 +48,7 @@ class KvState:
         self.running = running
         self._hash = xxhash.xxh3_64()
 
-    def append(self, kv: memoryview, num_tokens: int, running: int) -> None:
+    def append(self, kv: memoryview | bytes, num_tokens: int, running: int) -> None:
         """Take the contiguous KV codes of the next `num_tokens` tokens; `running` is the state after them."""
         self._hash.update(kv)
         self.num_tokens += num_tokens
@@ -71,6 +72,7 @@ class SimulatedModel:
         self.num_codes = 2 * layout.kv_heads * layout.head_dim or settings.kv_bytes_per_token
         num_lanes = -(-self.num_codes // 8)
         self._lanes: States = _mix(np.arange(1, num_lanes + 1, dtype=np.uint64)) | np.uint64(1)
+        self._few = _FewLanes(self._lanes.tolist()) if num_lanes <= _FEW_LANES else None
         self._eos, self._eos_mean, self._vocab = settings.eos_token_id, settings.eos_mean_tokens, settings.vocab_size
         self._origin = xxhash.xxh3_64_intdigest(settings.shape.encode())
 
@@ -93,6 +95,12 @@ class SimulatedModel:
         lanes = _mix(states[:, None] * self._lanes[None, :])
         rows = lanes.view(np.uint8).reshape(len(states), -1)
         return np.ascontiguousarray(rows[:, : self.num_codes])
+
+    def next_codes(self, running: int) -> bytes:
+        """KV codes [num_codes] of one token with this running state: a row of `codes`."""
+        if self._few is None:
+            return self.codes(np.array([running], np.uint64)).tobytes()
+        return self._few.mixed(running)[: self.num_codes]
 
     def extend(self, state: KvState, token_ids: Sequence[int]) -> Codes:
         """Append `token_ids` to `state`; returns their KV codes."""
@@ -156,6 +164,33 @@ class SimulatedModel:
                 top.append(TopLogprob(other, min(float(np.log(rest / 2)), top[-1].logprob)))
                 rest /= 2
         return Token(token_id, logprob, tuple(top))
+
+
+class _FewLanes:
+    """The lanes of one token as one long number, 128 bits for each: a product of two lanes stays in its place.
+
+    The lanes with even numbers lie in the lower half, those with odd ones in the upper: one shift puts them between each other at the end.
+    """
+
+    def __init__(self, lanes: Sequence[int]) -> None:
+        odd = lanes[1::2]
+        self._num_even = len(lanes) - len(odd)
+        self._lanes = _placed([*lanes[::2], *odd])
+        self._low = _placed([_MASK] * len(lanes))
+        self._steps = _placed([_GOLDEN] * len(lanes))
+
+    def mixed(self, running: int) -> bytes:
+        """`_mix` of each lane times `running`, in their order; zeros follow where their number is odd."""
+        low, half = self._low, 128 * self._num_even
+        x = (self._lanes * running & low) + self._steps & low
+        x = (x ^ x >> 30 & low) * 0xBF58476D1CE4E5B9 & low
+        x = (x ^ x >> 27 & low) * 0x94D049BB133111EB & low
+        x ^= x >> 31 & low
+        return (x & (1 << half) - 1 | x >> half << 64).to_bytes(half // 8, "little")
+
+
+def _placed(lanes: Sequence[int]) -> int:
+    return sum(lane << 128 * index for index, lane in enumerate(lanes))
 
 
 def expected_tokens(

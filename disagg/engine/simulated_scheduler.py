@@ -127,15 +127,19 @@ class Scheduler:
         budget, most_of_one = self._limits()
         plan: list[Scheduled] = []
         preempted = False
-        index = 0
+        index, size = 0, self.block_tokens
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
-            num_tokens = min(sequence.num_tokens - sequence.num_computed, budget, most_of_one)
-            while sequence.is_running and not self._allocate(sequence, sequence.num_computed + num_tokens):
-                self._preempt(self.running[-1])
-                preempted = True
-            if not sequence.is_running:
-                break
+            num_tokens = sequence.num_tokens - sequence.num_computed
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, budget, most_of_one)
+            end = sequence.num_computed + num_tokens
+            if end > sequence.num_blocks * size or sequence.prefix:  # a decode mostly has its block already
+                while sequence.is_running and not self._allocate(sequence, end):
+                    self._preempt(self.running[-1])
+                    preempted = True
+                if not sequence.is_running:
+                    break
             plan.append(Scheduled(sequence, num_tokens))
             budget -= num_tokens
             index += 1
