@@ -316,6 +316,8 @@ class _PullSink:
             counters.late += 1
             return True
         match header:
+            case Frame():
+                await landing.write(header, payload)
             case Waiting():
                 landing.check()
             case Failed():
@@ -326,8 +328,6 @@ class _PullSink:
                 entry.region = await self._inbox.room.reserve(entry.num_bytes)
                 entry.opened_s = asyncio.get_running_loop().time()
                 landing.place(entry.writable())
-            case Frame():
-                await landing.write(header, payload)
             case End():
                 await landing.end(header)
                 self._inbox._completed(entry)
