@@ -20,6 +20,7 @@ from pathlib import Path
 FREE_S = 0.001  # writes that take no longer wait for nobody
 REST = 4.0
 LONGEST_REST_S = 0.02  # less than a decode step of most engines: tokens that come at their pace are not held up
+URGENT_SHARE = 0.2  # of a rest, for what somebody waits for: a few ms bring several of those together, and all wait less for a core
 WEIGHT = 0.25  # of the last write in the mean
 MEMORY_S = 0.1  # time constant with which a mean without new writes is forgotten
 LOOK_S = 0.02  # between two looks at how busy the loop is

@@ -13,7 +13,7 @@ from disagg.errors import DisaggError, EngineError, RejectedError, TransferFence
 from disagg.kv.frames import pack_layout
 from disagg.pb import worker_pb2 as pb
 from disagg.serving import worker_rpc_messages as wire
-from disagg.serving.pace import Pace
+from disagg.serving.pace import URGENT_SHARE, Pace
 from disagg.serving.spans import WorkerSpans
 from disagg.serving.worker import LocalWorker
 from disagg.types import Chunk, Request, Transfer
@@ -30,9 +30,9 @@ class Attachment:
     """Commands of one gateway, each performed by one task, and the frame that is being gathered.
 
     All requests that get a token in one step of the engine wake in one burst of the event loop; the sender, woken by the first of
-    them, runs after the burst and so takes all of it. Under pressure (pace.py) a frame waits a little, if no client's first token is in it,
-    and so do the readers of the requests that have a token in it, also while the frame before it is being written: the engine keeps what
-    comes meanwhile, and they wake once for all of it.
+    them, runs after the burst and so takes all of it. Under pressure (pace.py) a frame waits a little, less if a client's first token is in
+    it, and so do the readers of the requests that have a token in it, also while the frame before it is being written: the engine keeps
+    what comes meanwhile, and they wake once for all of it.
     """
 
     def __init__(self, gateway_id: str, worker: LocalWorker, heartbeat_s: float, spans: WorkerSpans) -> None:
@@ -44,6 +44,7 @@ class Attachment:
         self._steps: dict[int, pb.RequestStep] = {}  # of the frame that is being gathered
         self._num_pending = 0  # tokens in it
         self._is_urgent = False  # somebody waits for what is in it
+        self._urgent_from_s = 0.0  # when such a frame may go
         self._pace = Pace()
         self._rest_s = 0.0  # after the last frame; above 0 under pressure
         self._rested = asyncio.Event()  # not set while the sender rests, and under pressure while it writes
@@ -105,6 +106,7 @@ class Attachment:
     def wrote(self, write_s: float) -> None:
         """The last frame took so long to write."""
         self._rest_s = self._pace.wrote(write_s)
+        self._urgent_from_s = time.monotonic() + URGENT_SHARE * self._rest_s
         self._begin_rest()
 
     def _begin_rest(self) -> None:
@@ -153,9 +155,11 @@ class Attachment:
 
     def _due_in_s(self, beat_due_s: float) -> float:
         """How long the next frame has to wait, if nothing else happens."""
-        if self._is_urgent or self._ended is not None:
+        if self._ended is not None:
             return 0.0
         due_s = beat_due_s
+        if self._is_urgent:
+            due_s = min(due_s, self._urgent_from_s)
         if self._is_poked:
             due_s = min(due_s, self._state_due_s)
         if self._has_pending and self._rested.is_set():

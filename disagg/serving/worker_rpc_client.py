@@ -25,7 +25,7 @@ from disagg.kv.layout import KvLayout
 from disagg.pb import worker_pb2 as pb
 from disagg.pb import worker_pb2_grpc
 from disagg.serving import worker_rpc_messages as wire
-from disagg.serving.pace import Pace
+from disagg.serving.pace import URGENT_SHARE, Pace
 from disagg.serving.signal import Signal
 from disagg.serving.worker_rpc_channel import CHANNEL_OPTIONS, ERROR_KEY
 from disagg.serving.worker_rpc_chunks import RemoteChunks
@@ -288,8 +288,9 @@ class RemoteWorker:
             log.debug("worker %s takes no more commands: %r", self.name, error)  # the reader says why it is lost
 
     async def _rest(self, rest_s: float) -> None:
-        """Under pressure (pace.py) commands travel together; but not those for whose token a client waits."""
-        timer = asyncio.get_running_loop().call_later(rest_s, self._is_urgent.set)
+        """Under pressure (pace.py) commands travel together; those for whose token a client waits go after a part of the rest."""
+        await asyncio.sleep(URGENT_SHARE * rest_s)
+        timer = asyncio.get_running_loop().call_later((1.0 - URGENT_SHARE) * rest_s, self._is_urgent.set)
         try:
             await self._is_urgent.wait()
         finally:

@@ -1,4 +1,4 @@
-"""Tokens are coalesced under pressure and never delayed when idle; what a client waits for never waits."""
+"""Tokens are coalesced under pressure and never delayed when idle; what a client waits for waits a little."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from disagg.serving.worker_rpc_attachment import Attachment
 from disagg.serving.worker_rpc_messages import request_to_wire
 from disagg.types import Chunk, EngineState, Request, Token
 
-LONG_S = 0.3
+LONG_S = 0.5
 
 
 def test_an_idle_process_rests_never_and_a_busy_one_in_proportion() -> None:
@@ -125,13 +125,21 @@ async def test_after_a_slow_write_they_wait_and_join(attachment: Attachment) -> 
     assert took_s > LONG_S / 2
 
 
-async def test_a_first_token_takes_the_others_along_at_once(attachment: Attachment) -> None:
+async def test_a_first_token_waits_a_part_of_the_rest_and_takes_the_others_along(attachment: Attachment) -> None:
     attachment.wrote(10.0)
     attachment._add(1, Chunk((Token(2),)), is_urgent=False)
     attachment._add(2, Chunk((Token(9),)), is_urgent=True)
+    asyncio.get_running_loop().call_later(0.02, lambda: attachment._add(3, Chunk((Token(8),)), is_urgent=True))
     frame, took_s = await frame_of(attachment)
-    assert [list(step.token_ids) for step in frame.requests] == [[2], [9]]
-    assert took_s < LONG_S / 2
+    assert [list(step.token_ids) for step in frame.requests] == [[2], [9], [8]]
+    assert 0.02 < took_s < LONG_S / 2
+
+
+async def test_after_a_quick_write_a_first_token_leaves_at_once(attachment: Attachment) -> None:
+    attachment.wrote(0.0001)
+    attachment._add(1, Chunk((Token(2),)), is_urgent=True)
+    _, took_s = await frame_of(attachment)
+    assert took_s < pace.URGENT_SHARE * LONG_S
 
 
 class TalkingWorker(IdleWorker):
