@@ -21,6 +21,8 @@ Codes = NDArray[np.uint8]  # [tokens, numbers of a token]
 Stored = NDArray[np.uint8]  # [ranks of an entry, tokens, bytes of a token on one rank]
 
 BF16 = "simulated-bf16"
+_PAIR = np.dtype("<u2")
+_PAIRS = np.array([-34 * c % 256 | 7 * c % 256 << 8 for c in range(256)], _PAIR)  # by number
 
 
 def to_entry(codes: Codes, cache: KvLayout, entry: KvLayout, form: str) -> Stored:
@@ -53,16 +55,14 @@ def from_entry(stored: Stored, cache: KvLayout, entry: KvLayout, form: str) -> C
 
 
 def _store(codes: Stored, dtype: str) -> Stored:
-    if dtype != BF16:
-        return codes
-    pairs = np.empty((*codes.shape, 2), np.uint8)
-    np.multiply(codes, np.uint8(222), out=pairs[..., 0])  # -34 mod 256
-    np.multiply(codes, np.uint8(7), out=pairs[..., 1])
-    return pairs.reshape(*codes.shape[:-1], -1)
+    return _PAIRS.take(codes).view(np.uint8) if dtype == BF16 else codes
 
 
 def _load(stored: Stored, dtype: str) -> Stored:
     if dtype != BF16:
         return stored
-    pairs = stored.reshape(*stored.shape[:-1], -1, 2)
-    return np.asarray(pairs[..., 0] + pairs[..., 1] * np.uint8(5), np.uint8)
+    pairs = stored.view(_PAIR)
+    numbers = pairs >> 8
+    numbers *= 5
+    numbers += pairs
+    return numbers.astype(np.uint8)  # of which the lower byte counts

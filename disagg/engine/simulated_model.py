@@ -29,9 +29,11 @@ States = NDArray[np.uint64]  # [tokens]
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _REDRAWS: Final = 64
-_STEP: Final = np.uint64(_GOLDEN)
-_SHIFTS: Final = (np.uint64(30), np.uint64(27), np.uint64(31))
-_FACTORS: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+# Arrays without a dimension: of a scalar numpy makes one in each operation, and takes about as long for that as for a short prompt.
+_STEP: Final = np.array(_GOLDEN, np.uint64)
+_SHIFTS: Final = tuple([np.array(bits, np.uint64) for bits in (30, 27, 31)])
+_FACTORS: Final = tuple([np.array(factor, np.uint64) for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)])
+_PLACE_BITS: Final = np.array(32, np.uint64)
 _FEW_LANES: Final = 16  # of one token: so many fit in one long number, with which Python is quicker than numpy with an array
 
 
@@ -84,7 +86,7 @@ class SimulatedModel:
         """Running states [tokens] of tokens at positions start, start + 1, ... after state `running`."""
         ids = np.asarray(token_ids, dtype=np.uint64)
         positions = np.arange(start, start + len(ids), dtype=np.uint64)
-        return np.cumsum(_terms(ids, positions), dtype=np.uint64) + np.uint64(running)
+        return _terms(ids, positions).cumsum() + np.uint64(running)
 
     def next_running(self, token_id: int, position: int, running: int) -> int:
         """The running state after one more token. Of the few sequences of a decode batch plain numbers take less time than arrays."""
@@ -220,7 +222,7 @@ def expected_tokens(
 
 
 def _terms(ids: States, positions: States) -> States:
-    return _mix((ids << np.uint64(32)) ^ positions)
+    return _mix((ids << _PLACE_BITS) ^ positions)
 
 
 def _mix(x: States) -> States:

@@ -19,7 +19,7 @@ from disagg.kv.frames import MAX_HEADER_BYTES, Header, pack, unpack
 
 PIECE_BYTES = 1 << 20
 KEPT_S = 2.0
-KEPT_CONNECTIONS = 4  # to one worker
+KEPT_CONNECTIONS = 16  # to one worker: pulls come in bursts
 _AHEAD_BYTES = 4096  # read in one go where a header is due
 _LENGTH = struct.Struct("<I")
 
