@@ -348,9 +348,8 @@ class SimulatedEngine:
             elif job.num_computed in (0, job.num_cached):
                 frames = self._begin_context(job)
             start, kv = job.num_computed, job.kv
-            if num_tokens == 1 and job.outbox is None:  # most are decodes
-                running = model.next_running(job.tokens[start], start, kv.running)
-                kv.append(model.next_codes(running), 1, running)
+            if num_tokens == 1 and job.outbox is None:
+                model.extend_by_one(kv, job.tokens[start])
             else:
                 codes = model.extend(kv, job.tokens[start : start + num_tokens])
                 if job.outbox is not None:

@@ -34,7 +34,7 @@ _STEP: Final = np.array(_GOLDEN, np.uint64)
 _SHIFTS: Final = tuple([np.array(bits, np.uint64) for bits in (30, 27, 31)])
 _FACTORS: Final = tuple([np.array(factor, np.uint64) for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)])
 _PLACE_BITS: Final = np.array(32, np.uint64)
-_FEW_LANES: Final = 16  # of one token: so many fit in one long number, with which Python is quicker than numpy with an array
+_FEW_LANES: Final = 16  # of one token: so many fit in one long number, with which Python is quicker than numpy with a short array
 
 
 class KvState:
@@ -88,21 +88,11 @@ class SimulatedModel:
         positions = np.arange(start, start + len(ids), dtype=np.uint64)
         return _terms(ids, positions).cumsum() + np.uint64(running)
 
-    def next_running(self, token_id: int, position: int, running: int) -> int:
-        """The running state after one more token. Of the few sequences of a decode batch plain numbers take less time than arrays."""
-        return (_mix_int((token_id << 32) ^ position) + running) & _MASK
-
     def codes(self, states: States) -> Codes:
         """KV codes [tokens, num_codes] of tokens with these running states, contiguous."""
         lanes = _mix(states[:, None] * self._lanes[None, :])
         rows = lanes.view(np.uint8).reshape(len(states), -1)
         return np.ascontiguousarray(rows[:, : self.num_codes])
-
-    def next_codes(self, running: int) -> bytes:
-        """KV codes [num_codes] of one token with this running state: a row of `codes`."""
-        if self._few is None:
-            return self.codes(np.array([running], np.uint64)).tobytes()
-        return self._few.mixed(running)[: self.num_codes]
 
     def extend(self, state: KvState, token_ids: Sequence[int]) -> Codes:
         """Append `token_ids` to `state`; returns their KV codes."""
@@ -110,6 +100,14 @@ class SimulatedModel:
         codes = self.codes(states)
         state.append(codes.data, len(states), int(states[-1]) if len(states) else state.running)
         return codes
+
+    def extend_by_one(self, state: KvState, token_id: int) -> None:
+        """`extend` by one token, whose codes nobody else wants. Most tokens are decoded, by few requests at a time."""
+        if self._few is None:
+            self.extend(state, (token_id,))
+            return
+        running = (_mix_int(token_id << 32 ^ state.num_tokens) + state.running) & _MASK
+        state.append(self._few.mixed(running)[: self.num_codes], 1, running)
 
     def draw(self, digest: int, sampling: Sampling, num_output: int) -> Token:
         """The next token after KV of `digest`, as output number `num_output` (0 is the first).

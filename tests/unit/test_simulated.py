@@ -108,15 +108,13 @@ def test_kv_does_not_depend_on_the_chunks_it_was_made_in() -> None:
 
 
 @pytest.mark.parametrize("kv_bytes", [4, 8, 20, 52, 64, 128, 256, 264, 2048])
-def test_the_next_token_alone_has_the_kv_that_it_has_among_others(kv_bytes: int) -> None:
+def test_a_token_alone_has_the_kv_that_it_has_among_others(kv_bytes: int) -> None:
     model = SimulatedModel(SimulatedSettings(kv_bytes_per_token=kv_bytes))
-    state = model.new_state()
-    rows = model.extend(state, PROMPT)
-    running = model.new_state().running
-    for position, token_id in enumerate(PROMPT):
-        running = model.next_running(token_id, position, running)
-        assert model.next_codes(running) == rows[position].tobytes()
-    assert running == state.running
+    whole, parts = model.new_state(), model.new_state()
+    for token_id in PROMPT:
+        model.extend(whole, [token_id])
+        model.extend_by_one(parts, token_id)
+        assert (parts.digest, parts.running, parts.num_tokens) == (whole.digest, whole.running, whole.num_tokens)
 
 
 async def test_nothing_of_an_earlier_transfer_leaves_in_the_tail_of_the_last_block(engine: SimulatedEngine) -> None:
