@@ -25,7 +25,7 @@ WEIGHT = 0.25  # of the last write in the mean
 MEMORY_S = 0.1  # time constant with which a mean without new writes is forgotten
 LOOK_S = 0.02  # between two looks at how busy the loop is
 EASY_SHARE = 0.6  # a loop that wants a core for less of the time has pauses in which tokens are relayed
-BUSY_SHARE = 0.9
+BUSY_SHARE = 0.75  # from here on it rests as long as may be
 _COUNTS = Path("/proc/thread-self/schedstat")
 
 

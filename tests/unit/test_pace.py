@@ -39,7 +39,8 @@ def test_a_loop_without_a_pause_rests_though_its_writes_are_quick(monkeypatch: p
     monkeypatch.setattr(pace, "wanted_core_s", lambda: wanted_s)
     writer = pace.Pace(pace.ThreadLoad())
     rests_s = []
-    for busy in (0.0, 1.0, 0.0, 1.0, 1.0, 0.75, 0.0):  # one busy look is no pressure
+    half = (pace.EASY_SHARE + pace.BUSY_SHARE) / 2
+    for busy in (0.0, 1.0, 0.0, 1.0, 1.0, half, 0.0):  # one busy look is no pressure
         now_s += 0.025
         wanted_s += busy * 0.025
         rests_s.append(writer.wrote(0.0))
