@@ -12,7 +12,7 @@ import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import grpc
@@ -32,7 +32,7 @@ from disagg.policy.decision import Prediction
 from disagg.policy.view import PoolView
 from disagg.serving.pace import Pace
 from disagg.serving.timeline import Timeline
-from disagg.tracing import TRACESTATE, TraceContext, trace_context
+from disagg.tracing import TRACEPARENT, TRACESTATE, TraceContext, trace_context
 from disagg.types import FinishReason, Phase, PromptLogprobs, Request, Role, Route, Token, new_id
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ WRITE_TIMEOUT_S = 60.0
 # The request's own deadline comes a little before the call's, so that the typed error is there in time.
 DEADLINE_MARGIN_S = 0.05
 TIMING_KEY = "server-timing"
+NO_TRACE = trace_context({})
 
 _FINISH = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 
@@ -191,7 +192,7 @@ class InferenceDoor(InferenceServicer):
             text = await asyncio.to_thread(self._chat.render, messages, arguments)
             check_text_size(text, self._limits)
             return await self._tokens(text, is_whole=False)
-        return message.token_ids.ids
+        return message.token_ids.ids[:]  # a slice is read in one go
 
     async def _tokens(self, text: str, *, is_whole: bool) -> list[int]:
         assert self._tokenizer is not None
@@ -264,8 +265,12 @@ class _AnswerStream:
     ) -> None:
         """Hand one response to the transport; waits while the client's window is full. DeadlineError: the client stopped reading."""
         response = pb.GenerateResponse(request_id=self._request_id, text=part.text, index=index)
-        for token in part.tokens:
-            _add_token(response, token)
+        plain = [token.token_id for token in part.tokens if token.logprob is None]
+        if len(plain) == len(part.tokens):
+            response.MergeFromString(b"".join(map(_plain_token, plain)))
+        else:
+            for token in part.tokens:
+                _add_token(response, token)
         if table is not None:
             response.prompt_logprobs.extend(_prompt_tokens(request, table))
         if part.finish is not None:
@@ -324,7 +329,10 @@ def _status(error: Exception, request_id: str) -> Status:
 
 
 def _trace_context(context: Context) -> TraceContext:
-    given = [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
+    metadata = context.invocation_metadata() or ()
+    if not any(key == TRACEPARENT for key, _ in metadata):
+        return NO_TRACE
+    given = [(key, value) for key, value in metadata if isinstance(value, str)]
     states = ",".join(value for key, value in given if key == TRACESTATE)  # the header may come in parts
     return trace_context(dict(given) | {TRACESTATE: states})
 
@@ -334,12 +342,18 @@ def _deadline_s(context: Context, now_s: float) -> float | None:
     return None if remaining_s is None else now_s + max(0.0, remaining_s - min(DEADLINE_MARGIN_S, 0.1 * remaining_s))
 
 
+@lru_cache(maxsize=1 << 16)
+def _plain_token(token_id: int) -> bytes:
+    """A response with this token alone: put behind one another, and read as one message, they are a response with all."""
+    return pb.GenerateResponse(tokens=[pb.Token(id=token_id)]).SerializeToString()
+
+
 def _add_token(response: pb.GenerateResponse, token: Token) -> None:
     if token.logprob is None:
         response.tokens.add(id=token.token_id)
-    else:
-        top = [pb.TopLogprob(id=t.token_id, logprob=t.logprob) for t in token.top]
-        response.tokens.add(id=token.token_id, logprob=token.logprob, top_logprobs=top, rank=token.rank)
+        return
+    top = [pb.TopLogprob(id=t.token_id, logprob=t.logprob) for t in token.top]
+    response.tokens.add(id=token.token_id, logprob=token.logprob, top_logprobs=top, rank=token.rank)
 
 
 def _usage(request: Request, run: Run, num_tokens: int) -> pb.Usage:

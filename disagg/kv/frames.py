@@ -270,10 +270,11 @@ class Coverage:
     """Which blocks of an entry for `num_tokens` tokens are there, from block `first` on: each of them once."""
 
     def __init__(self, layout: KvLayout, num_tokens: int, first: int = 0) -> None:
-        self._layout = layout
+        self._num_ranks, self._frame_blocks = layout.num_ranks, layout.frame_blocks
         self._first = first
-        self._have = [bytearray(layout.num_blocks(num_tokens)) for _ in range(layout.num_ranks)]
-        self.total_blocks = layout.num_ranks * (layout.num_blocks(num_tokens) - first)
+        num_blocks = layout.num_blocks(num_tokens)
+        self._have = [bytearray(num_blocks) for _ in range(layout.num_ranks)]
+        self.total_blocks = layout.num_ranks * (num_blocks - first)
         self.num_blocks = 0
 
     @property
@@ -282,10 +283,10 @@ class Coverage:
 
     def fault(self, rank: int, first_block: int, num_blocks: int) -> str | None:
         """Why this range cannot be one frame's of the entry, or None. Does not look at what is there already."""
-        if not 0 <= rank < self._layout.num_ranks:
-            return f"rank {rank} is outside 0..{self._layout.num_ranks - 1}"
-        if not 0 < num_blocks <= self._layout.frame_blocks:
-            return f"{num_blocks} blocks in a frame, expected 1..{self._layout.frame_blocks}"
+        if not 0 <= rank < self._num_ranks:
+            return f"rank {rank} is outside 0..{self._num_ranks - 1}"
+        if not 0 < num_blocks <= self._frame_blocks:
+            return f"{num_blocks} blocks in a frame, expected 1..{self._frame_blocks}"
         if first_block < self._first or first_block + num_blocks > len(self._have[rank]):
             return f"blocks {first_block}..{first_block + num_blocks - 1} are outside {self._first}..{len(self._have[rank]) - 1}"
         return None

@@ -23,6 +23,7 @@ class Landing:
 
     def __init__(self, transfer: Transfer, layout: KvLayout, counters: InboxCounters, copier: Executor) -> None:
         self._transfer = transfer
+        self._named = (transfer.transfer_id, transfer.source.epoch, transfer.attempt)  # as messages name it
         self._cache_layout = layout
         self._counters = counters
         self._verifier = Verifier(copier)
@@ -40,7 +41,7 @@ class Landing:
         t = self._transfer
         if self._layout is not None:
             raise self.corrupt("opened twice")
-        if (header.transfer_id, header.epoch, header.attempt) != (t.transfer_id, t.source.epoch, t.attempt):
+        if (header.transfer_id, header.epoch, header.attempt) != self._named:
             raise TransferFencedError(f"asked for transfer {t.transfer_id} of epoch {t.source.epoch}, got {header.transfer_id}")
         if header.form != t.form:
             raise LayoutMismatchError(f"transfer {t.transfer_id} comes in form {header.form!r}, asked for {t.form!r}")
@@ -69,7 +70,7 @@ class Landing:
         t, layout, memory = self._transfer, self._layout, self._memory
         if layout is None or memory is None:
             raise self.corrupt("a frame before Opened")
-        if (frame.transfer_id, frame.epoch, frame.attempt) != (t.transfer_id, t.source.epoch, t.attempt):
+        if frame[:3] != self._named:
             raise self.corrupt(f"a frame of transfer {frame.transfer_id}")
         if frame.seq != self._num_claimed:
             raise self.corrupt(f"frame {frame.seq} where {self._num_claimed} is due")

@@ -96,7 +96,9 @@ class LocalWorker:
     async def fetch(self, transfer: Transfer, request: Request | None = None, owner: str = "") -> None:
         if request is not None and not self.inbox.knows(transfer.transfer_id):
             _check_tokens(request, transfer)
-            transfer = replace(transfer, first_token=await self.engine.cached_tokens(request))
+            first_token = await self.engine.cached_tokens(request)
+            if first_token != transfer.first_token:
+                transfer = replace(transfer, first_token=first_token)
         await self.inbox.fetch(transfer, owner)
 
     async def decode(self, request: Request, prefilled: Prefilled, transfer: Transfer, owner: str = "") -> AsyncGenerator[Chunk, None]:
