@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -205,6 +206,7 @@ class InferenceDoor(InferenceServicer):
         run = self._coordinator.submit(request)
         text = self._text_stream(request)
         num_tokens = 0
+        wrote_s = math.inf  # so that it rests after the first message
         last: TextPart | None = None
         table: PromptLogprobs | None = None
         async with aclosing(run.chunks()) as chunks:
@@ -220,7 +222,8 @@ class InferenceDoor(InferenceServicer):
                 began_s = time.monotonic()
                 await answer.write(index, part, request, table)
                 table = None
-                if rest_s := self._pace.wrote(time.monotonic() - began_s):
+                gap_s, wrote_s = began_s - wrote_s, time.monotonic()
+                if rest_s := self._pace.wrote(wrote_s - began_s, gap_s):
                     await asyncio.sleep(rest_s)  # what comes meanwhile goes in one message
         if last is None:
             raise EngineError(f"the answer ended after {num_tokens} tokens without a finish reason")

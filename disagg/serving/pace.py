@@ -21,6 +21,7 @@ FREE_S = 0.001  # writes that take no longer wait for nobody
 REST = 4.0
 LONGEST_REST_S = 0.02  # less than a decode step of most engines: tokens that come at their pace are not held up
 URGENT_SHARE = 0.2  # of a rest, for what somebody waits for: a few ms bring several of those together, and all wait less for a core
+SOON = 1.5  # rests: so long after a write somebody comes for whose sake it is worth while to rest
 WEIGHT = 0.25  # of the last write in the mean
 MEMORY_S = 0.1  # time constant with which a mean without new writes is forgotten
 LOOK_S = 0.02  # between two looks at how busy the loop is
@@ -89,13 +90,17 @@ class Pace:
         self._at_s = -math.inf
         self._load = load or _loads.of_thread
 
-    def wrote(self, write_s: float) -> float:
-        """A write took so long; returns how long to rest now."""
+    def wrote(self, write_s: float, gap_s: float = 0.0) -> float:
+        """A write took so long; returns how long to rest now. What was written came `gap_s` after the write before it.
+
+        A rest that brought nothing, or would have, is none: such tokens come alone, and to wait for a timer costs as much as to relay one.
+        """
         now_s = time.monotonic()
         self._mean_s *= math.exp(-max(0.0, now_s - write_s - self._at_s) / MEMORY_S)
         self._mean_s += WEIGHT * (write_s - self._mean_s)
         self._at_s = now_s
-        return max(rest_s(self._mean_s), busy_rest_s(self._load.share(now_s)))
+        rest = max(rest_s(self._mean_s), busy_rest_s(self._load.share(now_s)))
+        return rest if gap_s < SOON * rest else 0.0
 
 
 def rest_s(write_s: float) -> float:

@@ -80,6 +80,14 @@ def test_one_slow_write_is_no_pressure_many_are_and_it_is_forgotten(monkeypatch:
     assert writer.wrote(0.0) == 0.0
 
 
+def test_nobody_rests_for_tokens_that_come_later_than_that() -> None:
+    writer = pace.Pace(Idle())
+    for _ in range(40):
+        rest_s = writer.wrote(10.0)
+    assert rest_s == writer.wrote(10.0, 0.5 * rest_s) == writer.wrote(10.0, 1.1 * rest_s) == pace.LONGEST_REST_S
+    assert writer.wrote(10.0, 2 * rest_s) == 0.0
+
+
 class IdleWorker:
     """As much of a worker as frames need."""
 
