@@ -41,7 +41,8 @@ class SimulatedSettings(_Strict):
     `kv_bytes_per_token`: real bytes that stand for one token's KV in boxes and on the wire; a multiple of `tp`.
     `profile`: a file of `disagg profile`, whose step times and cache size then count instead of the roofline's; by default the engine's.
     `long_prefill_tokens`: tokens of a step that one long prompt takes at most (vLLM's long_prefill_token_threshold; 0: all of it).
-    `mixed_step_tokens`: tokens of a step in which somebody decodes, at most, where `max_num_batched_tokens` holds for the others.
+    `mixed_step_tokens`: tokens of a step in which somebody decodes, at most, where `max_num_batched_tokens` holds for the others;
+    `mixed_step_ms`: milliseconds of such a step, at most. Both may be given.
     `eos_mean_tokens`: the end-of-sequence token comes up once in so many tokens. `enable_prefix_caching`: blocks of prompts stay until
     their room is needed, as in vLLM.
     """
@@ -58,6 +59,7 @@ class SimulatedSettings(_Strict):
     block_tokens: PositiveInt = 16
     max_num_batched_tokens: PositiveInt = 2048
     mixed_step_tokens: PositiveInt | None = None  # None: no other limit
+    mixed_step_ms: Annotated[float, Field(gt=0)] | None = None
     max_num_seqs: PositiveInt = 256
     long_prefill_tokens: Annotated[int, Field(ge=0)] = 0
     profile: str | None = None
@@ -70,8 +72,8 @@ class SimulatedSettings(_Strict):
 
 
 class EngineSettings(_Strict):
-    """Which engine, and its arguments. `args`: any field of vLLM's AsyncEngineArgs, for all pools; a pool's `args` win. One is ours:
-    `mixed_step_tokens`, the tokens of a step in which somebody decodes, at most.
+    """Which engine, and its arguments. `args`: any field of vLLM's AsyncEngineArgs, for all pools; a pool's `args` win. Two are ours:
+    `mixed_step_tokens` and `mixed_step_ms`, the tokens and the milliseconds of a step in which somebody decodes, at most.
 
     `profile`: a file of `disagg profile`, relative to the topology's: where predictions start, and what simulated engines compute with.
     """

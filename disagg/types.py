@@ -339,7 +339,8 @@ class EngineState:
     `step_s`: smoothed duration of the latest engine steps (0 when idle since the start).
     `outbox_free_bytes`/`inbox_free_bytes`: room for new transfers. `preemptions`: count since the start.
     `max_step_tokens`: tokens that one step computes at most, `mixed_step_tokens`: the same for a step in which somebody decodes (0: no
-    other limit), and `max_running_requests`: requests in it at most (0: not known).
+    other limit), `mixed_step_s`: seconds that such a step may take (0: no such limit; see engine/mixed_step.py), and
+    `max_running_requests`: requests in it at most (0: not known).
     `steps`: the latest steps, oldest first; over the wire only those that the gateway has not seen. So are `cache_changes`, the latest ones
     of the prefix cache, which counts in blocks of `cache_block_tokens` (0: it does not tell). `kv`: counted by
     the worker.
@@ -360,6 +361,7 @@ class EngineState:
     max_step_tokens: int = 0
     max_running_requests: int = 0
     mixed_step_tokens: int = 0
+    mixed_step_s: float = 0.0
     steps: tuple[StepRecord, ...] = ()
     kv: KvCounters = KvCounters()
     cache_block_tokens: int = 0

@@ -21,7 +21,7 @@ from disagg.config import Topology
 from disagg.models.resolve import resolve_model
 from disagg.types import Mode, Role
 
-OURS = "mixed_step_tokens"  # an argument of our engines that stock vLLM has not
+OURS = ("mixed_step_tokens", "mixed_step_ms")  # arguments of our engines that stock vLLM has not
 START_TIMEOUT_S = 600.0  # stock vLLM compiles the model anew at each start on CPUs
 NIXL = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
 
@@ -91,7 +91,8 @@ def _vllm(topology: Topology, base_dir: Path, role: Role, number: int, core: int
     mode = Mode.COLOCATED if role is Role.COLOCATED else Mode.DISAGG
     own = topology.with_mode(mode)
     arguments: dict[str, Any] = {"gpu_memory_utilization": 0.2, **own.engine_args(role)}
-    arguments.pop(OURS, None)
+    for name in OURS:
+        arguments.pop(name, None)
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(resolve_model(topology.model, base_dir))]
     command += ["--served-model-name", topology.model, "--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]

@@ -17,7 +17,7 @@ DEFAULT_ARMS = "disagg,colocated"
 _KINDS = ("colocated", "disagg", "disagg-1p1d", "adaptive", "external=URL", "external-NAME=URL")
 _RATIO = re.compile(r"disagg-(\d+)p(\d+)d")
 _EXTERNAL = re.compile(r"(external(?:-[A-Za-z0-9][A-Za-z0-9_.-]{0,40})?)=(.*)")
-_CHUNK_KEY, _MIXED_KEY = "max_num_batched_tokens", "mixed_step_tokens"
+_CHUNK_KEY, _MIXED_KEY, _MIXED_MS_KEY = "max_num_batched_tokens", "mixed_step_tokens", "mixed_step_ms"
 _ENGINE_BASE_GIB = 2.0  # a vLLM CPU engine with a small model and its actor, beside its KV and boxes: measured 1.9 GiB (PSS)
 _DEFAULT_BOX_GIB = 0.5  # a box takes memory as it is filled
 _DEFAULT_KV_GIB = 4.0  # what vLLM takes on CPUs when nobody says
@@ -135,8 +135,8 @@ def _split(topology: Topology, prefill: int, decode: int, name: str) -> Arm:
 
 def with_chunk(arm: Arm, tokens: int, name: str | None = None) -> Arm:
     """A colocated arm whose engines take `tokens` per step; an adaptive one whose engines do so in steps in which somebody decodes,
-    where the topology has no number of its own for these (`mixed_step_tokens`): what suits a colocated pool, which may give a long prompt
-    another share of a step, need not suit it.
+    where the topology has no limit of its own for these (`mixed_step_tokens`, `mixed_step_ms`): what suits a colocated pool, which may
+    give a long prompt another share of a step, need not suit it.
 
     Other arms are as they were: there no prompt is beside a decode. Raises ConfigError.
     """
@@ -150,7 +150,7 @@ def with_chunk(arm: Arm, tokens: int, name: str | None = None) -> Arm:
         pool = settings.model_dump()
         if role is Role.COLOCATED:
             pool[section] = {**pool[section], _CHUNK_KEY: tokens}
-        elif mixed_step_tokens(arm.topology, role) is None:
+        elif mixed_step_tokens(arm.topology, role) is None and mixed_step_ms(arm.topology, role) is None:
             most = chunk_tokens(arm.topology, role) or tokens
             pool[section] = {**pool[section], _MIXED_KEY: min(tokens, most)}
         raw["pools"][role.value] = pool
@@ -174,6 +174,13 @@ def mixed_step_tokens(topology: Topology, role: Role) -> int | None:
     return value if isinstance(value, int) else None
 
 
+def mixed_step_ms(topology: Topology, role: Role) -> float | None:
+    """Milliseconds of a step in which somebody decodes, at most; None where there is no such limit."""
+    simulated = topology.engine.kind == "simulated"
+    value = topology.simulated(role).mixed_step_ms if simulated else topology.engine_args(role).get(_MIXED_MS_KEY)
+    return float(value) if isinstance(value, int | float) else None
+
+
 def setup_of(arm: Arm) -> SetupReport:
     """What the arm is, for the report."""
     if arm.topology is None:
@@ -189,6 +196,7 @@ def setup_of(arm: Arm) -> SetupReport:
         gpus=sum(pool.count * pool.gpus for pool in pools.values()),
         chunk_tokens={role.value: size for role in pools if (size := chunk_tokens(arm.topology, role)) is not None},
         mixed_step_tokens={role.value: size for role in pools if (size := mixed_step_tokens(arm.topology, role)) is not None},
+        mixed_step_ms={role.value: most for role in pools if (most := mixed_step_ms(arm.topology, role)) is not None},
         prefix_cache=_prefix_cache(arm.topology),
     )
 

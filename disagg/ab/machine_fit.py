@@ -38,7 +38,8 @@ FEWEST_TOKENS = 4
 CHUNK_STEP_TOKENS = 32  # vLLM's attention on CPUs works on blocks of so many
 SMALLEST_CHUNK_TOKENS = 64  # of smaller steps a fixed cost is the larger part
 LEAST_ROOM_TOKENS = 16  # that a long prompt leaves in a step
-CHUNK_KEY, LONG_PROMPT_KEY, MIXED_KEY = "max_num_batched_tokens", "long_prefill_token_threshold", "mixed_step_tokens"
+CHUNK_KEY, LONG_PROMPT_KEY = "max_num_batched_tokens", "long_prefill_token_threshold"
+MIXED_KEY, MIXED_MS_KEY = "mixed_step_tokens", "mixed_step_ms"
 TIMEOUT_S = 300.0
 
 
@@ -132,15 +133,23 @@ def fitted_topology(topology: Topology, speed: Speed, fit: Fit = Fit.TOKENS) -> 
     """The topology with targets for this machine, and with fewer tokens in a chunk, too, where there are fewer in a prompt."""
     raw = topology.model_dump()
     raw["slo_classes"] = [_slower_class(c, speed, fit).model_dump() for c in topology.slo_classes]
-    if fit is Fit.TOKENS:
-        sections: list[dict[str, Any]] = [raw["engine"], *(pool for pool in raw["pools"].values() if pool is not None)]
-        for section in sections:
+    step_factor = _step_factor(speed, fit)
+    sections: list[dict[str, Any]] = [raw["engine"], *(pool for pool in raw["pools"].values() if pool is not None)]
+    for section in sections:
+        if fit is Fit.TOKENS:
             section["args"] = {**section["args"], **_chunks(section["args"], raw["engine"]["args"].get("max_num_seqs"), speed.input_factor)}
+        if mixed_ms := section["args"].get(MIXED_MS_KEY):
+            section["args"] = {**section["args"], MIXED_MS_KEY: float(round(mixed_ms * step_factor, -1)) or mixed_ms}
     return parse_topology(raw)
 
 
+def _step_factor(speed: Speed, fit: Fit) -> float:
+    """How much longer a step may take, and with it a token."""
+    return speed.slowness if fit is Fit.TIME else 1.0 / speed.output_factor
+
+
 def _slower_class(slo_class: SloClass, speed: Speed, fit: Fit) -> SloClass:
-    tpot, ttft = (speed.slowness, speed.slowness) if fit is Fit.TIME else (1.0 / speed.output_factor, 1.0)
+    tpot, ttft = _step_factor(speed, fit), speed.slowness if fit is Fit.TIME else 1.0
     update = {
         name: target_ms if factor == 1.0 else float(round(target_ms * factor, -1))
         for name, factor in (("tpot_ms", tpot), ("ttft_ms", ttft))

@@ -174,7 +174,7 @@ class PointReport(_Strict):
 
 class SetupReport(_Strict):
     """What an arm is. Counts are of workers, null where it has no such pool; `chunk_tokens`: prompt and decode tokens per engine step,
-    `mixed_step_tokens`: of one in which somebody decodes, where that is another limit.
+    `mixed_step_tokens`, `mixed_step_ms`: of one in which somebody decodes, where it has such a limit.
 
     `url`: of an external arm, of which nothing else is known. `prefix_cache`: null where it cannot be told.
     """
@@ -187,6 +187,7 @@ class SetupReport(_Strict):
     gpus: int | None = None
     chunk_tokens: dict[str, int] = Field(default_factory=dict)
     mixed_step_tokens: dict[str, int] = Field(default_factory=dict)
+    mixed_step_ms: dict[str, float] = Field(default_factory=dict)
     prefix_cache: bool | None = None
     url: str | None = None
 

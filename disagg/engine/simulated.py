@@ -30,7 +30,7 @@ from disagg.engine.simulated_prefix import PrefixCache
 from disagg.engine.simulated_scheduler import Scheduled, Scheduler
 from disagg.engine.simulated_scheduler import Sequence as ScheduledSequence
 from disagg.engine.simulated_settings import check_request, kv_cache_tokens, simulated_layout
-from disagg.engine.simulated_timing import plan_counts, plan_seconds, step_model
+from disagg.engine.simulated_timing import plan_counts, plan_seconds, step_cost, step_model
 from disagg.errors import DisaggError, EngineError, LayoutMismatchError, TransferCorruptError
 from disagg.kv.api import InboxEntry, OutboxEntry
 from disagg.kv.form import check_entry
@@ -149,6 +149,8 @@ class SimulatedEngine:
             max_num_seqs=settings.max_num_seqs,
             long_prefill_tokens=settings.long_prefill_tokens,
             mixed_step_tokens=settings.mixed_step_tokens,
+            mixed_step_s=(settings.mixed_step_ms or 0.0) / 1e3,
+            cost=step_cost(settings) if settings.mixed_step_ms else None,
             num_blocks=kv_cache_tokens(settings) // settings.block_tokens,
             block_tokens=settings.block_tokens,
             prefixes=PrefixCache(unit_blocks=1) if settings.enable_prefix_caching else None,
@@ -225,6 +227,7 @@ class SimulatedEngine:
             max_step_tokens=self.settings.max_num_batched_tokens,
             max_running_requests=self.settings.max_num_seqs,
             mixed_step_tokens=scheduler.mixed_step_tokens,
+            mixed_step_s=scheduler.mixed_step_s,
             steps=tuple(self._records),
             cache_block_tokens=self.settings.block_tokens if scheduler.prefixes is not None else 0,
             cache_changes=tuple(scheduler.prefixes.changes) if scheduler.prefixes is not None else (),

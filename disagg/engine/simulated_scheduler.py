@@ -3,7 +3,7 @@
 One number per sequence, `num_computed`, replaces two phases: a sequence wants `num_tokens - num_computed` more tokens computed, many
 while its prompt is new, one while it decodes. Each step hands out at most `max_num_batched_tokens`: first to running sequences in their
 order, then to waiting ones, first come first served; where others want some too, one sequence gets `long_prefill_tokens` of them at most
-(less beside decodes where `mixed_step_tokens` is set, see mixed_step.py). When the cache is full, the newest running sequence is preempted:
+(less beside decodes where mixed steps are bounded, see mixed_step.py). When the cache is full, the newest running sequence is preempted:
 its blocks are freed, it goes to the front of the waiting ones and computes all its tokens again.
 
     waiting --admit--> running --remove--> gone          blocks: running sequences hold them, and those that load or have loaded
@@ -20,9 +20,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from disagg.engine.mixed_step import long_prompt_tokens
+from disagg.engine.mixed_step import UNBOUNDED_TOKENS, long_prompt_tokens, tokens_in_time
 from disagg.engine.simulated_loads import Loads
 from disagg.engine.simulated_prefix import PrefixCache
+from disagg.policy.step_cost import StepCost
 
 
 @dataclass(slots=True, eq=False)
@@ -66,14 +67,19 @@ class Scheduler:
         prefixes: PrefixCache | None = None,
         long_prefill_tokens: int = 0,
         mixed_step_tokens: int | None = None,
+        mixed_step_s: float = 0.0,
+        cost: StepCost | None = None,
         loads: Loads[Sequence] | None = None,
     ) -> None:
-        """`mixed_step_tokens`: tokens of a step in which somebody decodes, at most; every decode gets its token in any case.
+        """`mixed_step_tokens`, `mixed_step_s`: tokens and seconds of a step in which somebody decodes, at most; every decode gets its
+        token in any case. `cost`: what steps take, for `mixed_step_s` (0: no such limit).
 
         `loads`: what loading KV takes; None: nothing.
         """
         self.max_num_batched_tokens = max_num_batched_tokens
         self.mixed_step_tokens = min(mixed_step_tokens or 0, max_num_batched_tokens)  # 0: as others
+        self.mixed_step_s = mixed_step_s
+        self._cost = cost
         self.max_num_seqs = max_num_seqs
         self._left_by_one = max(0, max_num_batched_tokens - long_prefill_tokens) if long_prefill_tokens else 0
         self.num_blocks = num_blocks
@@ -209,12 +215,20 @@ class Scheduler:
     def _limits(self) -> tuple[int, int]:
         """Tokens of the next step, and of one sequence in it. Beside decodes prompts get fewer, so that it stays as short as those want."""
         whole, kept = self.max_num_batched_tokens, self._left_by_one
-        if self.mixed_step_tokens:
-            decodes = sum([s.num_tokens - s.num_computed == 1 and s.num_computed > 0 for s in self.running])
-            limit = min(whole, max(self.mixed_step_tokens, decodes))
-            if decodes:
+        if self.mixed_step_tokens or self.mixed_step_s:
+            decoding = [s for s in self.running if s.num_tokens - s.num_computed == 1 and s.num_computed > 0]
+            if decodes := len(decoding):
+                limit = min(whole, max(self._mixed_limit(decoding), decodes))
                 return limit, min(whole - kept, long_prompt_tokens(limit, decodes, self._prompts())) if kept else limit
         return whole, whole - kept if len(self.running) + len(self.waiting) > 1 else whole
+
+    def _mixed_limit(self, decoding: list[Sequence]) -> int:
+        limit = self.mixed_step_tokens or UNBOUNDED_TOKENS
+        if not self.mixed_step_s or self._cost is None or len(decoding) == len(self.running) + len(self.waiting):
+            return limit
+        context = sum([s.num_computed for s in decoding])
+        cached = max([s.num_computed for s in self.running if s.num_tokens - s.num_computed > 1], default=0)
+        return min(limit, tokens_in_time(self._cost, self.mixed_step_s, len(decoding), context, cached))
 
     def _prompts(self) -> list[int]:
         """Tokens that each prompt still wants computed, under way or waiting."""

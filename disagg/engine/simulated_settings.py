@@ -118,7 +118,7 @@ def check_request(settings: SimulatedSettings, request: Request, max_context_tok
 def profiled_topology(topology: Topology, path: str | Path) -> Topology:
     """`topology` for a simulation with the step times of a profile: each pool's engine arguments as the simulated engine's settings.
 
-    Of a real engine's arguments those count that shape a step: max_num_batched_tokens, mixed_step_tokens, max_num_seqs,
+    Of a real engine's arguments those count that shape a step: max_num_batched_tokens, mixed_step_tokens, mixed_step_ms, max_num_seqs,
     long_prefill_token_threshold and max_model_len. Raises ConfigError for a profile of another model.
     """
     profile, absolute = load_profile(path), str(Path(path).expanduser().resolve())
@@ -138,6 +138,7 @@ def profiled_topology(topology: Topology, path: str | Path) -> Topology:
 _ARGUMENTS = {
     "max_num_batched_tokens": "max_num_batched_tokens",
     "mixed_step_tokens": "mixed_step_tokens",
+    "mixed_step_ms": "mixed_step_ms",
     "max_num_seqs": "max_num_seqs",
     "max_model_len": "max_model_len",
     "long_prefill_token_threshold": "long_prefill_tokens",
@@ -150,5 +151,5 @@ def _settings_of(args: Mapping[str, Any], profile: Profile) -> dict[str, Any]:
         "shape": profile.model_name,
         "block_tokens": profile.block_tokens,
         "kv_bytes_per_token": profile.kv_bytes_per_token,
-        **{key: value for key, value in given.items() if isinstance(value, int)},
+        **{key: value for key, value in given.items() if isinstance(value, int | float)},
     }

@@ -8,9 +8,10 @@ from disagg.config import SimulatedSettings
 from disagg.engine.simulated_scheduler import Scheduled
 from disagg.perf.hardware import find_device
 from disagg.perf.model_config import load_shape
-from disagg.perf.profile import StepTimes, load_profile
+from disagg.perf.profile import Profile, StepTimes, load_profile
 from disagg.perf.roofline import PrefillChunk, StepModel
 from disagg.perf.speculative import Speculation, SpeculativeSteps
+from disagg.policy.step_cost import StepCost, from_profile, from_roofline
 from disagg.types import StepRecord
 
 
@@ -27,6 +28,12 @@ def step_model(settings: SimulatedSettings) -> StepTimes:
     if not settings.speculative_tokens:
         return model
     return SpeculativeSteps(model, Speculation(settings.speculative_tokens, settings.speculative_acceptance))
+
+
+def step_cost(settings: SimulatedSettings) -> StepCost:
+    """The same in the router's form, in seconds of the engine's clock. Raises as step_model does."""
+    model = step_model(settings)
+    return from_profile(model, settings.speed) if isinstance(model, Profile) else from_roofline(model, settings.speed)
 
 
 def plan_seconds(model: StepTimes, plan: Iterable[Scheduled]) -> float:

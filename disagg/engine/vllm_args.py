@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ UNSUPPORTED = {  # each splits one engine in a way that a transfer does not know
     "decode_context_parallel_size": "tensor_parallel_size",
     "prefill_context_parallel_size": "tensor_parallel_size",
 }
-MIXED_STEP_TOKENS = "mixed_step_tokens"  # an argument that vLLM has not: see vllm_steps.py
+MIXED_STEP_TOKENS, MIXED_STEP_MS = "mixed_step_tokens", "mixed_step_ms"  # arguments that vLLM has not: see vllm_steps.py
 CPU_BLOCK_TOKENS = 32  # vLLM's CPU attention wants a multiple of 32; the smallest wastes least in a last block
 CPU_MEMORY_SHARE = 0.2  # vLLM's own 0.9 of the host's memory would let one engine start, not several
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -37,11 +38,13 @@ IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 def check_names(args: Mapping[str, Any]) -> None:
     """Raise ConfigError for an argument that vLLM has not (naming the nearest one that it has), or that disagg sets itself."""
-    known = {f.name for f in dataclasses.fields(AsyncEngineArgs)} | {MIXED_STEP_TOKENS}
+    known = {f.name for f in dataclasses.fields(AsyncEngineArgs)} | {MIXED_STEP_TOKENS, MIXED_STEP_MS}
     for name, value in args.items():
         key = f"engine.args.{name}"
         if name == MIXED_STEP_TOKENS and value is not None and not (type(value) is int and value > 0):
             raise ConfigError(key=key, value=value, expected="a positive number of tokens")
+        if name == MIXED_STEP_MS and value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
+            raise ConfigError(key=key, value=value, expected="a positive number of milliseconds")
         if name in OURS:
             raise ConfigError(f"{key} is set by {OURS[name]}", key=key, value=value, expected="no value")
         if name not in known:
@@ -54,11 +57,11 @@ def check_names(args: Mapping[str, Any]) -> None:
 def engine_args(model: str, args: Mapping[str, Any]) -> AsyncEngineArgs:
     """vLLM's arguments for `model`, from any AsyncEngineArgs fields in `args`. Raises ConfigError naming a wrong one.
 
-    `mixed_step_tokens` is ours: the connector is told of it.
+    `mixed_step_tokens` and `mixed_step_ms` are ours: the connector is told of them.
     """
     check_names(args)
     chosen: dict[str, Any] = {**_defaults(args), **args}
-    mixed_step_tokens = chosen.pop(MIXED_STEP_TOKENS, None)
+    mixed = {name: chosen.pop(name, None) for name in (MIXED_STEP_TOKENS, MIXED_STEP_MS)}
     if chosen.get("kv_events_config") is None and chosen.get("enable_prefix_caching") is not False:
         chosen["kv_events_config"] = events_config()
     chosen["logits_processors"] = [*(args.get("logits_processors") or ()), *_own_logits_processors()]
@@ -72,10 +75,7 @@ def engine_args(model: str, args: Mapping[str, Any]) -> AsyncEngineArgs:
                 kv_connector_module_path="disagg.engine.vllm_connector",
                 kv_role="kv_both",
                 kv_load_failure_policy="fail",
-                kv_connector_extra_config={
-                    "model_fingerprint": model_fingerprint(model, args),
-                    MIXED_STEP_TOKENS: mixed_step_tokens,
-                },
+                kv_connector_extra_config={"model_fingerprint": model_fingerprint(model, args), **mixed},
             ),
             **chosen,
         )

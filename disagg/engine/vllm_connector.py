@@ -23,7 +23,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from disagg.engine.load_room import STEP_SHARE, LoadRoom
-from disagg.engine.vllm_args import MIXED_STEP_TOKENS
+from disagg.engine.vllm_args import MIXED_STEP_MS, MIXED_STEP_TOKENS
 from disagg.engine.vllm_channel import ADDRESS_ENV, RankChannel, answer_lookups, hold_lifeline, report_step
 from disagg.engine.vllm_loads import RankLoads
 from disagg.engine.vllm_memory import CacheBlocks, RankBoxes
@@ -31,7 +31,7 @@ from disagg.engine.vllm_patches import patch_runner
 from disagg.engine.vllm_plan import Copy, Planner, StepPlan
 from disagg.engine.vllm_prefix import PrefixLookup
 from disagg.engine.vllm_stats import StepClock
-from disagg.engine.vllm_steps import limit_mixed_steps
+from disagg.engine.vllm_steps import MixedSteps, limit_mixed_steps
 from disagg.engine.vllm_structure import patch_structured_output
 from disagg.errors import ConfigError
 from disagg.kv.form import FLOATS
@@ -69,6 +69,7 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._channel: RankChannel | None = None
         self._clock = StepClock()
         self._room = LoadRoom(on_host=vllm_config.device_config.device_type == "cpu")
+        self._mixed_steps: MixedSteps | None = None
         self._num_resumed = 0
         self._num_running = 0  # requests in the latest step
         self._load_s = 0.0
@@ -76,9 +77,11 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
             patch_runner(vllm_config)
         else:
             patch_structured_output()
-            mixed_step_tokens = vllm_config.kv_transfer_config.get_from_extra_config(MIXED_STEP_TOKENS, None)
-            if mixed_step_tokens is not None:
-                limit_mixed_steps(mixed_step_tokens)
+            own = vllm_config.kv_transfer_config.get_from_extra_config
+            tokens, seconds = own(MIXED_STEP_TOKENS, None) or 0, (own(MIXED_STEP_MS, None) or 0.0) / 1e3
+            if tokens or seconds:
+                self._mixed_steps = MixedSteps(tokens, seconds)
+                limit_mixed_steps(self._mixed_steps)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -126,7 +129,11 @@ class DisaggConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def take_events(self) -> tuple[()]:
         """No events. vLLM asks once per step, also an empty one, when it has freed what the step's output let it free."""
         assert self._kv_cache_manager is not None
-        report_step((self._clock.end(time.monotonic()), float(self._kv_cache_manager.usage), self._num_resumed))
+        now_s = time.monotonic()
+        work = self._clock.end(now_s)
+        if self._mixed_steps is not None:
+            self._mixed_steps.note(work, now_s)
+        report_step((work, float(self._kv_cache_manager.usage), self._num_resumed))
         self._num_resumed = 0
         return ()
 

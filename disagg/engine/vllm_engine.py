@@ -28,7 +28,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from disagg.engine.engine import Chunks
-from disagg.engine.vllm_args import MIXED_STEP_TOKENS, engine_args, engine_environment
+from disagg.engine.vllm_args import MIXED_STEP_MS, MIXED_STEP_TOKENS, engine_args, engine_environment
 from disagg.engine.vllm_channel import BoxMemory, WorkerChannel
 from disagg.engine.vllm_ledger import EntryLedger
 from disagg.engine.vllm_plan import READ, WRITE, transfer_params
@@ -249,6 +249,7 @@ class VllmEngine:
 
     def state(self) -> EngineState:
         stats, config = self._ledger.stats, self._llm.vllm_config
+        own = config.kv_transfer_config.get_from_extra_config
         total = int(config.cache_config.num_gpu_blocks or 0) * self.layout.block_tokens
         return EngineState(
             epoch="",
@@ -260,7 +261,8 @@ class VllmEngine:
             step_s=stats.step_s,
             preemptions=stats.preemptions,
             max_step_tokens=int(config.scheduler_config.max_num_batched_tokens),
-            mixed_step_tokens=config.kv_transfer_config.get_from_extra_config(MIXED_STEP_TOKENS, None) or 0,
+            mixed_step_tokens=own(MIXED_STEP_TOKENS, None) or 0,
+            mixed_step_s=(own(MIXED_STEP_MS, None) or 0.0) / 1e3,
             max_running_requests=int(config.scheduler_config.max_num_seqs),
             steps=tuple(stats.steps),
             cache_changes=tuple(stats.cache_changes),

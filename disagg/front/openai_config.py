@@ -22,6 +22,7 @@ _WORKERS_OWN = (
     "kv_cache_dtype",
     "max_num_batched_tokens",
     "mixed_step_tokens",
+    "mixed_step_ms",
     "max_num_seqs",
     "quantization",
     "tensor_parallel_size",

@@ -156,7 +156,7 @@ class StepTopLogprob(_message.Message):
     def __init__(self, id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class State(_message.Message):
-    __slots__ = ("waiting_requests", "waiting_tokens", "running_requests", "free_kv_tokens", "total_kv_tokens", "step_s", "outbox_free_bytes", "outbox_total_bytes", "inbox_free_bytes", "inbox_total_bytes", "preemptions", "max_step_tokens", "max_running_requests", "steps", "kv", "mixed_step_tokens", "cache_block_tokens", "cache_changes")
+    __slots__ = ("waiting_requests", "waiting_tokens", "running_requests", "free_kv_tokens", "total_kv_tokens", "step_s", "outbox_free_bytes", "outbox_total_bytes", "inbox_free_bytes", "inbox_total_bytes", "preemptions", "max_step_tokens", "max_running_requests", "steps", "kv", "mixed_step_tokens", "cache_block_tokens", "cache_changes", "mixed_step_s")
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +175,7 @@ class State(_message.Message):
     MIXED_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_CHANGES_FIELD_NUMBER: _ClassVar[int]
+    MIXED_STEP_S_FIELD_NUMBER: _ClassVar[int]
     waiting_requests: int
     waiting_tokens: int
     running_requests: int
@@ -193,7 +194,8 @@ class State(_message.Message):
     mixed_step_tokens: int
     cache_block_tokens: int
     cache_changes: _containers.RepeatedCompositeFieldContainer[CacheChangeMessage]
-    def __init__(self, waiting_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., free_kv_tokens: _Optional[int] = ..., total_kv_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., outbox_free_bytes: _Optional[int] = ..., outbox_total_bytes: _Optional[int] = ..., inbox_free_bytes: _Optional[int] = ..., inbox_total_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepRecordMessage, _Mapping]]] = ..., kv: _Optional[_Union[KvCountersMessage, _Mapping]] = ..., mixed_step_tokens: _Optional[int] = ..., cache_block_tokens: _Optional[int] = ..., cache_changes: _Optional[_Iterable[_Union[CacheChangeMessage, _Mapping]]] = ...) -> None: ...
+    mixed_step_s: float
+    def __init__(self, waiting_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., running_requests: _Optional[int] = ..., free_kv_tokens: _Optional[int] = ..., total_kv_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., outbox_free_bytes: _Optional[int] = ..., outbox_total_bytes: _Optional[int] = ..., inbox_free_bytes: _Optional[int] = ..., inbox_total_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[StepRecordMessage, _Mapping]]] = ..., kv: _Optional[_Union[KvCountersMessage, _Mapping]] = ..., mixed_step_tokens: _Optional[int] = ..., cache_block_tokens: _Optional[int] = ..., cache_changes: _Optional[_Iterable[_Union[CacheChangeMessage, _Mapping]]] = ..., mixed_step_s: _Optional[float] = ...) -> None: ...
 
 class KvCountersMessage(_message.Message):
     __slots__ = ("sent_frames", "sent_bytes", "received_frames", "received_bytes", "completed", "failed", "released", "corrupt", "transfer_s", "fenced", "refused", "late", "garbage", "turned_away")

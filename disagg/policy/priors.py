@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from disagg.config import Topology
-from disagg.engine.simulated_timing import step_model
+from disagg.engine.simulated_timing import step_cost
 from disagg.errors import ConfigError
 from disagg.perf.hardware import find_device
-from disagg.perf.profile import Profile, load_profile
+from disagg.perf.profile import load_profile
 from disagg.perf.roofline import StepModel
 from disagg.perf.shapes import ModelShape
-from disagg.policy.step_cost import GENERIC, StepCost, from_roofline
+from disagg.policy.step_cost import GENERIC, StepCost, from_profile, from_roofline
 from disagg.types import Role
 
 
@@ -20,7 +20,7 @@ def priors_of(topology: Topology, shape: ModelShape | None = None) -> dict[Role,
     CPU core, or the GPU that the pool's `gpu`, else `ray.gpu`, names (an H100 when neither does). The first steps correct it.
     """
     if topology.engine.kind == "simulated":
-        return {role: _simulated(topology, role) for role in topology.active_pools()}
+        return {role: step_cost(topology.simulated(role)) for role in topology.active_pools()}
     return {role: _real(topology, role, shape) for role in topology.active_pools()}
 
 
@@ -43,23 +43,11 @@ def _step_limits(topology: Topology, role: Role) -> tuple[object, object]:
     return args.get("max_num_batched_tokens"), args.get("long_prefill_token_threshold")
 
 
-def _simulated(topology: Topology, role: Role) -> StepCost:
-    s = topology.simulated(role)
-    if s.profile is not None:
-        return _profiled(load_profile(s.profile)).scaled(1.0 / s.speed if s.speed else 0.0)
-    return from_roofline(step_model(s), s.speed)
-
-
-def _profiled(profile: Profile) -> StepCost:
-    s = profile.steps
-    return StepCost(s.base_s, s.over_s, s.prompt_token_s, s.pair_s, s.decode_s, s.context_s, s.ridge_tokens)
-
-
 def _real(topology: Topology, role: Role, shape: ModelShape | None) -> StepCost:
     if topology.engine.profile is not None:
         profile = load_profile(topology.engine.profile)
         profile.check_model(topology.model)
-        return _profiled(profile)
+        return from_profile(profile)
     if shape is None:
         return GENERIC
     pool = topology.active_pools()[role]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from disagg.perf.profile import StepTimes
+from disagg.perf.profile import Profile, StepTimes
 from disagg.perf.roofline import PrefillChunk
 
 
@@ -92,6 +92,14 @@ class StepCost:
 
 # Nobody said what the device is: 20 ms steps and 1,000 prompt tokens/s, near one CPU core with a small model. Corrected within a few steps.
 GENERIC = StepCost(base_s=18e-3, over_s=0.0, token_s=0.8e-3, pair_s=0.1e-6, decode_s=0.8e-3, context_s=1e-6)
+
+
+def from_profile(profile: Profile, speed: float = 1.0) -> StepCost:
+    """A measured worker's step. `speed`: as in from_roofline."""
+    s = profile.steps
+    cost = StepCost(s.base_s, s.over_s, s.prompt_token_s, s.pair_s, s.decode_s, s.context_s, s.ridge_tokens)
+    return cost.scaled(1.0 / speed if speed else 0.0)
+
 
 _TYPICAL_BATCH = 64
 _MANY = 1 << 20

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from disagg.engine.mixed_step import long_prompt_tokens, room_for_short
+from disagg.engine.mixed_step import UNBOUNDED_TOKENS, long_prompt_tokens, room_for_short, tokens_in_time
 from disagg.policy.outline import Outline
 from disagg.policy.step_cost import StepCost
 from disagg.policy.step_fit import StepFit
@@ -212,9 +212,10 @@ class WorkerBook:
         gap_s = cost.step_s(0, 0, decodes + a.coming, context + a.coming_tokens) if a.coming and decodes + a.coming > 1 else step_s
         state = self.state
         most = limit = state.max_step_tokens or UNKNOWN_STEP_TOKENS
-        if (decodes or a.coming > len(self.coming_at)) and 0 < state.mixed_step_tokens < limit:
-            limit = state.mixed_step_tokens
-        if decodes and state.mixed_step_tokens and self.pass_tokens:
+        is_mixed = state.mixed_step_tokens or state.mixed_step_s
+        if is_mixed and (decodes or a.coming > len(self.coming_at)):
+            limit = min(limit, self._mixed_limit(cost, decodes or 1, context))
+        if decodes and is_mixed and self.pass_tokens:
             chunk = min(most - self.pass_tokens, long_prompt_tokens(limit, decodes))
         else:
             chunk = max(min(limit - self.pass_tokens, limit - decodes), limit // 4, 1)
@@ -237,6 +238,11 @@ class WorkerBook:
             o.late_per_s = self._late_per_s * math.exp(-since_s / LATE_S)
         o.gap_s = max(gap_s, self._silence_s(now_s, step_s)) if a.decodes else gap_s
         return o
+
+    def _mixed_limit(self, cost: StepCost, decodes: int, context_tokens: float) -> int:
+        """Tokens of a step in which so many decode, where the engine bounds such steps."""
+        limit, step_s = self.state.mixed_step_tokens or UNBOUNDED_TOKENS, self.state.mixed_step_s
+        return min(limit, max(decodes, tokens_in_time(cost, step_s, decodes, context_tokens))) if step_s else limit
 
     def _as_of(self, now_s: float) -> tuple[StepCost, float]:
         """Step costs and overhead as believed; those of a slow worker that idles drawn towards its pool's: it may have recovered."""
@@ -335,7 +341,8 @@ class WorkerBook:
             return None
         o = self.outline(now_s)
         room = self.pass_tokens - o.decodes
-        if o.decodes and (limit := min(self.state.mixed_step_tokens, self.state.max_step_tokens)):
+        if o.decodes and (self.state.mixed_step_tokens or self.state.mixed_step_s):
+            limit = min(self._mixed_limit(o.cost, o.decodes, o.context_tokens), self.state.max_step_tokens or UNKNOWN_STEP_TOKENS)
             room = room_for_short(limit, o.decodes)
         if room <= 0 or self.busy_until_s - now_s < self._long_step_s:
             return None

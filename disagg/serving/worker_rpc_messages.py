@@ -252,6 +252,7 @@ _STATE_FIELDS = (
     "max_step_tokens",
     "max_running_requests",
     "mixed_step_tokens",
+    "mixed_step_s",
     "cache_block_tokens",
 )
 _KV_FIELDS = tuple([f.name for f in fields(KvCounters)])

@@ -25,7 +25,7 @@ from disagg.engine.simulated_prefix import PrefixCache
 from disagg.engine.simulated_scheduler import Scheduled, Scheduler
 from disagg.engine.simulated_scheduler import Sequence as ScheduledSequence
 from disagg.engine.simulated_settings import kv_cache_tokens
-from disagg.engine.simulated_timing import plan_record, plan_seconds, step_model
+from disagg.engine.simulated_timing import plan_record, plan_seconds, step_cost, step_model
 from disagg.errors import ConfigError
 from disagg.sim.agenda import Agenda, Appointment
 from disagg.types import CacheChange, EngineState, StepRecord
@@ -144,6 +144,8 @@ class SimEngine:
             max_num_seqs=settings.max_num_seqs,
             long_prefill_tokens=settings.long_prefill_tokens,
             mixed_step_tokens=settings.mixed_step_tokens,
+            mixed_step_s=(settings.mixed_step_ms or 0.0) / 1e3,
+            cost=step_cost(settings) if settings.mixed_step_ms else None,
             num_blocks=kv_cache_tokens(settings) // settings.block_tokens,
             block_tokens=settings.block_tokens,
             prefixes=self.prefixes,
@@ -223,6 +225,7 @@ class SimEngine:
             max_step_tokens=scheduler.max_num_batched_tokens,
             max_running_requests=scheduler.max_num_seqs,
             mixed_step_tokens=scheduler.mixed_step_tokens,
+            mixed_step_s=scheduler.mixed_step_s,
             steps=steps,
             cache_block_tokens=self.prefixes.unit_blocks * scheduler.block_tokens if self.prefixes is not None else 0,
             cache_changes=self._changes(told_changes) if self.prefixes is not None else (),

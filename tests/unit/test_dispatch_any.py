@@ -33,6 +33,7 @@ def any_state(rng: random.Random) -> EngineState:
         max_running_requests=rng.choice([0, 1, 3, 64]),
         max_step_tokens=rng.choice([0, 1, 512]),
         mixed_step_tokens=rng.choice([0, 1, 64]),
+        mixed_step_s=rng.choice([0.0, 0.0, 1e-6, 0.03]),
         running_requests=rng.choice([0, 0, 2, 200]),
         waiting_requests=rng.choice([0, 0, 5]),
         outbox_total_bytes=rng.choice([0, 10**4, 10**7]),

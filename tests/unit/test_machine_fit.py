@@ -21,7 +21,7 @@ from disagg.ab.machine_fit import (
 from disagg.ab.trace_workload import load_any_workload
 from disagg.ab.workload import Lengths, load_workload
 from disagg.cli_ab_fit import fit_of
-from disagg.config import Topology, load_topology
+from disagg.config import Topology, load_topology, parse_topology
 from disagg.errors import ConfigError
 from disagg.types import Mode, Role
 
@@ -59,7 +59,10 @@ def test_chunks_shrink_with_the_prompts_and_targets_grow_with_the_step(topology:
     prefill = found.engine_args(Role.PREFILL)
     assert (prefill["max_num_batched_tokens"], prefill["long_prefill_token_threshold"]) == (128, 104)
     decode = found.engine_args(Role.DECODE)
-    assert (decode["max_num_batched_tokens"], decode["mixed_step_tokens"]) == (128, 64)
+    assert (decode["max_num_batched_tokens"], decode["mixed_step_ms"]) == (128, 5 * 80)
+    raw = topology.model_dump()
+    raw["pools"]["decode"]["args"]["mixed_step_tokens"] = 256
+    assert fitted_topology(parse_topology(raw), SLOW).engine_args(Role.DECODE)["mixed_step_tokens"] == 64
     assert found.with_mode(Mode.COLOCATED).engine_args(Role.COLOCATED)["max_num_batched_tokens"] == 64
     assert found.pools.prefill is not None
     assert found.pools.prefill.count == 1
@@ -78,7 +81,8 @@ def test_or_all_takes_longer_and_no_length_changes(topology: Topology):
     assert chats_before.ttft_ms is not None
     assert chats_before.tpot_ms is not None
     assert (chats.ttft_ms, chats.tpot_ms) == (5 * chats_before.ttft_ms, 5 * chats_before.tpot_ms)
-    assert found.pools == topology.pools
+    own_args, args = topology.engine_args(Role.DECODE), found.engine_args(Role.DECODE)
+    assert args == own_args | {"mixed_step_ms": 5 * own_args["mixed_step_ms"]}  # type: ignore[operator]  # a number
     sessions = fitted_workload(load_workload("chat-sessions"), SLOW, Fit.TIME).streams[0].sessions
     assert sessions is not None
     assert sessions.gap_s == 5 * load_workload("chat-sessions").streams[0].sessions.gap_s  # type: ignore[union-attr]
