@@ -39,17 +39,28 @@ def _affordable(left_s: float, price_s: float, pair_s: float) -> float:
     return (math.sqrt(price_s * price_s + 2 * pair_s * left_s) - price_s) / pair_s
 
 
-def long_prompt_tokens(limit: int, decodes: int, prompts: Iterable[int] = ()) -> int:
-    """Tokens that one prompt may take of a step of `limit` tokens, of which decoding requests take `decodes`; at least 1.
+def half_for_long(limit: int, decodes: int) -> int:
+    """Tokens that long prompts have at least of a step of `limit` tokens, of which decoding requests take `decodes`; 1 or more.
 
-    Half of what the decodes leave: the other half is there for prompts that come meanwhile, and while none comes the step is the shorter
-    for those who decode. Long ones share their half, or two of them would have it all. `prompts`: tokens that each of them still wants
-    computed, under way or waiting.
+    Half of what the decodes leave: the other half is there for short prompts. The router reckons with this, as if short ones always came.
     """
-    half = max((limit - decodes) // 2, limit // LEAST_SHARE, 1)
-    return max(half // max(1, sum([tokens > half for tokens in prompts])), 1)
+    return max((limit - decodes) // 2, limit // LEAST_SHARE, 1)
+
+
+def long_prompt_tokens(limit: int, decodes: int, prompts: Iterable[int]) -> int:
+    """Tokens that one prompt may take of such a step; at least 1. `prompts`: tokens that each of them still wants, under way or waiting.
+
+    Long prompts have what the short ones leave, which are those of at most half; several share it, or the first would have it all.
+    """
+    half, long, short_tokens = half_for_long(limit, decodes), 0, 0
+    for tokens in prompts:
+        if tokens > half:
+            long += 1
+        else:
+            short_tokens += tokens
+    return max(max(limit - decodes - short_tokens, half) // max(1, long), 1)
 
 
 def room_for_short(limit: int, decodes: int) -> int:
     """The most that long prompts leave to short ones in such a step; 0 or less: nothing."""
-    return limit - decodes - long_prompt_tokens(limit, decodes)
+    return limit - decodes - half_for_long(limit, decodes)

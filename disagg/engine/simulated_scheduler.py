@@ -232,7 +232,8 @@ class Scheduler:
 
     def _prompts(self) -> list[int]:
         """Tokens that each prompt still wants computed, under way or waiting."""
-        return [s.num_tokens - s.num_computed for s in self.running] + [s.num_tokens - s.num_ready for s in self.waiting]
+        running = [left for s in self.running if (left := s.num_tokens - s.num_computed) > 1 or not s.num_computed]
+        return running + [s.num_tokens - s.num_ready for s in self.waiting]
 
     @property
     def _unit_tokens(self) -> int:

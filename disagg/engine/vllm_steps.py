@@ -105,6 +105,7 @@ def contents(running: Iterable[Request]) -> tuple[int, int, int]:
 
 def _prompts(scheduler: Any) -> list[int]:
     """Tokens that each prompt still wants computed, under way or waiting; without those whose KV comes from elsewhere."""
-    wanted = [request.num_prompt_tokens - request.num_computed_tokens for request in scheduler.running]
+    left = (request.num_prompt_tokens - request.num_computed_tokens for request in scheduler.running)
+    wanted = [tokens for tokens in left if tokens > 0]
     own = (request for request in scheduler.waiting if READ not in (request.kv_transfer_params or {}))
     return wanted + [request.num_prompt_tokens for request in own]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from disagg.engine.mixed_step import UNBOUNDED_TOKENS, long_prompt_tokens, room_for_short, tokens_in_time
+from disagg.engine.mixed_step import UNBOUNDED_TOKENS, half_for_long, room_for_short, tokens_in_time
 from disagg.policy.outline import Outline
 from disagg.policy.step_cost import StepCost
 from disagg.policy.step_fit import StepFit
@@ -216,7 +216,7 @@ class WorkerBook:
         if is_mixed and (decodes or a.coming > len(self.coming_at)):
             limit = min(limit, self._mixed_limit(cost, decodes or 1, context))
         if decodes and is_mixed and self.pass_tokens:
-            chunk = min(most - self.pass_tokens, long_prompt_tokens(limit, decodes))
+            chunk = min(most - self.pass_tokens, half_for_long(limit, decodes))
         else:
             chunk = max(min(limit - self.pass_tokens, limit - decodes), limit // 4, 1)
         room = state.total_kv_tokens - a.kv_tokens

@@ -66,8 +66,10 @@ def test_a_mixed_step_is_shorter_and_a_step_without_decodes_is_not() -> None:
     assert step(scheduler) == {other: 13}  # nobody decodes any more
 
 
-@pytest.mark.parametrize(("mixed", "long", "left"), [(16, 7, 7), (32, 15, 15), (None, 26, 4)])
-def test_a_long_prompt_leaves_short_ones_half_of_a_mixed_step(mixed: int | None, long: int, left: int) -> None:
+@pytest.mark.parametrize(
+    ("mixed", "alone", "long", "left"), [(16, 14, 7, 7), (16, 14, 9, 5), (32, 26, 15, 15), (32, 26, 18, 12), (None, 26, 26, 4)]
+)
+def test_a_long_prompt_leaves_short_ones_up_to_half_of_a_mixed_step(mixed: int | None, alone: int, long: int, left: int) -> None:
     settings = {"max_num_batched_tokens": 32, "long_prefill_tokens": 26, "num_blocks": 100, "max_num_seqs": 8}
     scheduler = scheduler_of(**settings, **({"mixed_step_tokens": mixed} if mixed else {}))
     chats, document, late = [Sequence(3), Sequence(3)], Sequence(400), Sequence(left)
@@ -75,7 +77,7 @@ def test_a_long_prompt_leaves_short_ones_half_of_a_mixed_step(mixed: int | None,
         scheduler.add(chat)
     step(scheduler)
     scheduler.add(document)
-    assert step(scheduler)[document] == long
+    assert step(scheduler)[document] == alone
     scheduler.add(late)
     planned = step(scheduler)
     assert (planned[document], planned[late]) == (long, left), "beside two decodes"
@@ -88,8 +90,8 @@ def test_two_long_prompts_share_what_one_would_have() -> None:
     step(scheduler)
     for sequence in (first, second, short):
         scheduler.add(sequence)
-    assert step(scheduler) == {chat: 1, first: 7, second: 7, short: 7}
-    assert step(scheduler) == {chat: 1, first: 7, second: 7, short: 5}
+    assert step(scheduler) == {chat: 1, first: 9, second: 9, short: 9}
+    assert step(scheduler) == {chat: 1, first: 14, second: 14, short: 3}
 
 
 def test_a_long_prompt_that_is_alone_takes_the_whole_step() -> None:

@@ -24,6 +24,7 @@ PROMPT = Request(400, 3000)
 DECODE = Request(64, 64)
 RESUMED = Request(32, 64)
 LAST_CHUNK_OF_ONE_TOKEN = Request(64, 64, max_tokens=1)
+SHORT = Request(0, 30)
 NEXT_PROMPT = Request(0, 900, kv_transfer_params={"write": {}})
 HANDED_OVER = Request(0, 900, kv_transfer_params={"read": {}})
 
@@ -60,14 +61,17 @@ class Scheduler:
         (Scheduler([]), (512, 0)),
         (Scheduler([PROMPT, RESUMED, LAST_CHUNK_OF_ONE_TOKEN]), (512, 0)),
         (Scheduler([PROMPT, DECODE]), (128, 0)),
-        (Scheduler([PROMPT, DECODE], long_prompt=416), (128, 63)),  # half of what the decodes leave is for short ones
-        (Scheduler([PROMPT, *[DECODE] * 40], long_prompt=480), (128, 44)),
-        (Scheduler([PROMPT, *[DECODE] * 40, RESUMED], long_prompt=480, waiting=[NEXT_PROMPT]), (128, 22)),  # two long ones share it
-        (Scheduler([PROMPT, *[DECODE] * 40], long_prompt=480, waiting=[HANDED_OVER]), (128, 44)),
-        (Scheduler([PROMPT, *[DECODE] * 40], long_prompt=480, num_spec_tokens=1), (128, 32)),  # but a quarter is its own
+        (Scheduler([PROMPT, DECODE], long_prompt=416), (128, 127)),  # all that the decodes leave, while no short one is there
+        (Scheduler([PROMPT, DECODE, RESUMED], long_prompt=416), (128, 95)),
+        (Scheduler([PROMPT, DECODE], long_prompt=416, waiting=[SHORT, SHORT]), (128, 67)),
+        (Scheduler([PROMPT, DECODE], long_prompt=416, waiting=[SHORT] * 9), (128, 63)),  # half at least
+        (Scheduler([PROMPT, *[DECODE] * 40, RESUMED], long_prompt=480, waiting=[NEXT_PROMPT]), (128, 28)),  # two long ones share it
+        (Scheduler([PROMPT, *[DECODE] * 40], long_prompt=480, waiting=[HANDED_OVER]), (128, 88)),
+        (Scheduler([PROMPT, *[DECODE] * 40], long_prompt=480, num_spec_tokens=1), (128, 48)),
+        (Scheduler([PROMPT, *[DECODE] * 60], long_prompt=480, num_spec_tokens=1), (128, 32)),  # but a quarter is its own
         (Scheduler([PROMPT, DECODE], long_prompt=48), (128, 48)),
         (Scheduler([PROMPT, DECODE], _disagg_mixed_steps=MixedSteps(600)), (512, 0)),
-        (Scheduler([PROMPT, DECODE], long_prompt=416, _disagg_mixed_steps=MixedSteps(600)), (512, 255)),
+        (Scheduler([PROMPT, DECODE], long_prompt=416, _disagg_mixed_steps=MixedSteps(600)), (512, 416)),
         (Scheduler([DECODE] * 200), (200, 0)),
         (Scheduler([DECODE] * 100, num_spec_tokens=3), (400, 0)),
         (Scheduler([DECODE] * 600), (512, 0)),
