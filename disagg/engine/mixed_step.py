@@ -50,15 +50,18 @@ def half_for_long(limit: int, decodes: int) -> int:
 def long_prompt_tokens(limit: int, decodes: int, prompts: Iterable[int]) -> int:
     """Tokens that one prompt may take of such a step; at least 1. `prompts`: tokens that each of them still wants, under way or waiting.
 
-    Long prompts have what the short ones leave, which are those of at most half; several share it, or the first would have it all.
+    Long prompts, which take several steps in any case, have what the short ones leave; several share it, or the first would have it all.
+    While there is none, first come, first served: prompts that share a step all end with the last of them.
     """
-    half, long, short_tokens = half_for_long(limit, decodes), 0, 0
+    left, long, short_tokens = limit - decodes, 0, 0
     for tokens in prompts:
-        if tokens > half:
+        if tokens > left:
             long += 1
         else:
             short_tokens += tokens
-    return max(max(limit - decodes - short_tokens, half) // max(1, long), 1)
+    if not long:
+        return max(left, 1)
+    return max(max(left - short_tokens, half_for_long(limit, decodes)) // long, 1)
 
 
 def room_for_short(limit: int, decodes: int) -> int:

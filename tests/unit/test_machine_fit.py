@@ -59,7 +59,7 @@ def test_chunks_shrink_with_the_prompts_and_targets_grow_with_the_step(topology:
     prefill = found.engine_args(Role.PREFILL)
     assert (prefill["max_num_batched_tokens"], prefill["long_prefill_token_threshold"]) == (128, 104)
     decode = found.engine_args(Role.DECODE)
-    assert (decode["max_num_batched_tokens"], decode["mixed_step_ms"]) == (128, 5 * 80)
+    assert (decode["max_num_batched_tokens"], decode["mixed_step_ms"]) == (128, 5 * 90)
     raw = topology.model_dump()
     raw["pools"]["decode"]["args"]["mixed_step_tokens"] = 256
     assert fitted_topology(parse_topology(raw), SLOW).engine_args(Role.DECODE)["mixed_step_tokens"] == 64

@@ -111,7 +111,7 @@ def test_a_real_topology_is_simulated_with_its_own_engine_arguments(tmp_path: Pa
     topology = profiled_topology(cpu_topology(), file)
     prefill, decode = topology.simulated(Role.PREFILL), topology.simulated(Role.DECODE)
     assert (prefill.max_num_batched_tokens, prefill.long_prefill_tokens, decode.max_num_seqs) == (512, 416, 32)
-    assert (prefill.mixed_step_ms, prefill.max_model_len, prefill.block_tokens, prefill.kv_bytes_per_token) == (80, 4096, 32, 23_040)
+    assert (prefill.mixed_step_ms, prefill.max_model_len, prefill.block_tokens, prefill.kv_bytes_per_token) == (90, 4096, 32, 23_040)
     assert priors_of(topology)[Role.PREFILL].token_s == CPU.prompt_token_s
     file.write_text(profile(model="qwen3-8b@abc").to_json())
     with pytest.raises(ConfigError, match="a profile of smollm2-135m"):

@@ -24,7 +24,7 @@ PROMPT = Request(400, 3000)
 DECODE = Request(64, 64)
 RESUMED = Request(32, 64)
 LAST_CHUNK_OF_ONE_TOKEN = Request(64, 64, max_tokens=1)
-SHORT = Request(0, 30)
+SHORT, MIDDLE = Request(0, 30), Request(0, 100)
 NEXT_PROMPT = Request(0, 900, kv_transfer_params={"write": {}})
 HANDED_OVER = Request(0, 900, kv_transfer_params={"read": {}})
 
@@ -65,6 +65,8 @@ class Scheduler:
         (Scheduler([PROMPT, DECODE, RESUMED], long_prompt=416), (128, 95)),
         (Scheduler([PROMPT, DECODE], long_prompt=416, waiting=[SHORT, SHORT]), (128, 67)),
         (Scheduler([PROMPT, DECODE], long_prompt=416, waiting=[SHORT] * 9), (128, 63)),  # half at least
+        (Scheduler([DECODE], long_prompt=416, waiting=[MIDDLE, MIDDLE]), (128, 127)),  # first come, first served
+        (Scheduler([PROMPT, DECODE], long_prompt=416, waiting=[MIDDLE, MIDDLE]), (128, 63)),
         (Scheduler([PROMPT, *[DECODE] * 40, RESUMED], long_prompt=480, waiting=[NEXT_PROMPT]), (128, 28)),  # two long ones share it
         (Scheduler([PROMPT, *[DECODE] * 40], long_prompt=480, waiting=[HANDED_OVER]), (128, 88)),
         (Scheduler([PROMPT, *[DECODE] * 40], long_prompt=480, num_spec_tokens=1), (128, 48)),
