@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.peers.servers import Running, Server, colocated, free_port, nixl, running
-from disagg.config import load_topology
+from disagg.config import load_topology, parse_topology
 
 FILES = "import http.server; http.server.test(http.server.SimpleHTTPRequestHandler, bind='127.0.0.1', port={})"
 
@@ -49,10 +49,13 @@ def test_a_server_that_does_not_come_up_is_told_with_its_log_and_ends_the_others
 
 
 def test_stock_servers_are_given_no_argument_that_only_our_engines_know(tmp_path: Path):
-    """The topology that the bench sizes and hands on has `mixed_step_tokens`."""
+    """Such a one is the bound of mixed steps, in the topology that the bench sizes and hands on in milliseconds."""
     path = Path(__file__).parents[2] / "cluster" / "topologies" / "cpu-1p1d.yaml"
-    topology = load_topology(path)
-    assert any("mixed_step_tokens" in topology.engine_args(role) for role in topology.active_pools())
+    raw = load_topology(path).model_dump(mode="json", exclude_unset=True)
+    raw["pools"]["prefill"]["args"]["mixed_step_tokens"] = 64
+    topology = parse_topology(raw)
+    given = {name for role in topology.active_pools() for name in topology.engine_args(role)}
+    assert {"mixed_step_tokens", "mixed_step_ms"} <= given
     servers = [*colocated(topology, path.parent, tmp_path / "router"), *nixl(topology, path.parent, tmp_path / "router", tmp_path)]
     words = [word for one in servers for word in one.command]
     assert "--max-num-batched-tokens" in words
