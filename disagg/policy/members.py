@@ -147,11 +147,13 @@ class Members:
 
 
 def _known(prior: StepCost, books: Sequence[WorkerBook]) -> StepCost:
-    """Of prompts what a typical one knows of those that have run most, of decoding likewise, and else the prior."""
+    """Of prompts what a typical one knows of those that have run most, of decoding likewise; where none has, the other's."""
     written = _most_taught(books, [w.fit.num_prompt_steps for w in books])
     decoded = _most_taught(books, [w.fit.num_steps - w.fit.num_prompt_steps for w in books])
-    of_prompts = _median(written).fit.own_cost() if written else prior
-    of_decodes = _median(decoded).fit.own_cost() if decoded else of_prompts
+    if not written and not decoded:
+        return prior
+    of_prompts = _median(written or decoded).fit.own_cost()
+    of_decodes = _median(decoded or written).fit.own_cost()
     return replace(of_prompts, base_s=of_decodes.base_s, decode_s=of_decodes.decode_s, context_s=of_decodes.context_s)
 
 

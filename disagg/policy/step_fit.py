@@ -129,8 +129,9 @@ class StepFit:
         Not `cost`: what others have told it would come back to them, each time by the factor larger, and what no step shows (prompts above
         the ridge, where none is so long) would grow for as long as all are slow.
         """
-        self._descend(self._own_values, self._first_prior)
-        own, now = _dot(self._mean_row, self._own_values), _dot(self._mean_row, self._values)
+        now = _dot(self._mean_row, self._values)
+        self._descend(self._own_values, self._first_prior, now)
+        own = _dot(self._mean_row, self._own_values)
         return self._cost_of(self._own_values, math.exp(self._factor_log) * (now / own if own > 0 and now > 0 else 1.0))
 
     @property
@@ -203,21 +204,34 @@ class StepFit:
     def _solve(self) -> None:
         """Coefficients from the steps that are remembered, and the prior."""
         before_s = _dot(self._mean_row, self._values)
-        self._descend(self._values, self._prior)
+        self._descend(self._values, self._prior, before_s)
         after_s = _dot(self._mean_row, self._values)
         if before_s > 0 and after_s > 0:  # what the coefficients have taken up is no longer the factor's
             self._factor_log += math.log(before_s / after_s)
 
-    def _descend(self, values: list[float], prior: Sequence[float]) -> None:
-        """Non-negative least squares by coordinate descent, from these values on, in place."""
+    def _descend(self, values: list[float], prior: Sequence[float], typical_s: float) -> None:
+        """Non-negative least squares by coordinate descent, from these values on, in place.
+
+        `typical_s`: what the mean step is now fitted to.
+
+        What was believed at the start is believed of the proportions, not of the speed: a device that decodes ten times slower than that is
+        ten times slower with prompts, too, until they say otherwise. (Held to its absolute values it would outweigh dozens of prompts: rows
+        are over the seconds measured, so each of a slow device weighs little against it.) What peers have learned is in seconds.
+        """
+        weight = PRIOR_WEIGHT
+        believed_s = _dot(self._mean_row, prior)
+        if prior is self._first_prior and believed_s > 0 and typical_s > 0:
+            speed = math.exp(self._factor_log) * typical_s / believed_s
+            prior = [speed * value for value in prior]
+            weight /= max(1.0, speed) ** 2
         gram = [[0.0] * _N for _ in range(_N)]
         few, many = self._memories
         for value, other, (i, j) in zip(few.gram, many.gram, _PAIRS, strict=True):
             gram[i][j] = gram[j][i] = value + other
         right = [a + b for a, b in zip(few.right, many.right, strict=True)]
         for i in range(_N):
-            gram[i][i] += PRIOR_WEIGHT
-            right[i] += PRIOR_WEIGHT * prior[i]
+            gram[i][i] += weight
+            right[i] += weight * prior[i]
         for _ in range(SWEEPS):
             for i in range(_N):
                 values[i] = max(0.0, values[i] + (right[i] - _dot(gram[i], values)) / gram[i][i])

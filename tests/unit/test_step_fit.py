@@ -68,6 +68,35 @@ def test_it_finds_the_truth_from_any_start(prior: StepCost, after: int, bound: f
     assert error(fit) < bound
 
 
+@pytest.mark.parametrize("factor", [0.05, 0.5, 1.0, 5.0, 40.0])
+def test_few_prompts_are_heard_whatever_the_speed_of_the_device(factor: float) -> None:
+    """Each dozen steps a prompt: what they cost is known after few of them, also where the device is far from what was believed."""
+    truth = replace(GENERIC, base_s=1.2 * GENERIC.base_s, token_s=2.5 * GENERIC.token_s).scaled(factor)
+    rng, fit = random.Random(5), StepFit(GENERIC)
+    found = []
+    for number in range(120):
+        tokens = rng.choice([64, 150, 600]) if number % 12 == 3 else 0
+        pairs, decodes = tokens * (tokens + 1) / 2, rng.randrange(1, 12)
+        seconds = truth.step_s(tokens, pairs, decodes, 300 * decodes) * rng.lognormvariate(0, 0.05)
+        fit.add(StepRecord(number, seconds, tokens, pairs, decodes, 300 * decodes), number * 0.02)
+        if number >= 36:  # three prompts
+            found.append(fit.cost.step_s(600, 600 * 300.5, 0, 0) / truth.step_s(600, 600 * 300.5, 0, 0))
+    assert min(found[0], found[-1]) > 0.8
+    assert max(found[0], found[-1]) < 1.25
+    assert 0.9 < found[-1] < 1.1
+
+
+@pytest.mark.parametrize("factor", [0.2, 5.0, 15.0])
+def test_a_slow_device_is_believed_slow_with_prompts_that_none_has_run(factor: float) -> None:
+    rng, fit = random.Random(6), StepFit(GENERIC)
+    for number in range(40):
+        decodes = rng.randrange(1, 12)
+        seconds = GENERIC.scaled(factor).step_s(0, 0.0, decodes, 300 * decodes)
+        fit.add(StepRecord(number, seconds, 0, 0.0, decodes, 300 * decodes), number * 0.02)
+    for cost in (fit.cost, fit.own_cost()):
+        assert cost.step_s(600, 600 * 300.5, 0, 0) / GENERIC.scaled(factor).step_s(600, 600 * 300.5, 0, 0) == pytest.approx(1.0, rel=0.05)
+
+
 def test_a_recovery_is_believed_sooner_than_a_slow_spell() -> None:
     """A step may be slow by accident, but not quick: one that idles for being slow is given few to show that it has recovered."""
     rng, fit = random.Random(3), StepFit(TRUE)
