@@ -3,33 +3,44 @@
     python -m bench.ab [--topology FILE] [--out out/bench] [--budget-min 42] [--only short-chat ...] [--plan-only] [--resume]
 
 First the machine is measured (calibrate.py, about three minutes): lengths, chunks, TPOT targets and rates follow from that, rounds
-and durations from the time that is left; OUT/plan.json and the first lines of the output say all of it. Then each workload is one
-`disagg ab` with its own result and report in OUT/WORKLOAD; OUT/summary.md has the verdicts. The chunk is searched on cpu-interference,
-whose long prompts are what chunks are about, and is used in all three. Interrupted, it goes on with --resume, by the same plan.
+and durations from the time that is left; OUT/plan.json and the first lines of the output say all of it. Then each workload is measured as
+`disagg ab` measures it, with its own result and report in OUT/WORKLOAD, on arms that stay up for all of them; OUT/summary.md has the
+verdicts. The chunk is searched on cpu-interference, whose long prompts are what chunks are about, and is used in all three. Interrupted, it
+goes on with --resume, by the same plan.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
-import subprocess
+import signal
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+from ray.exceptions import RayError
+from rich.console import Console
 
 from bench.calibrate import Capacity, calibrate
-from disagg.ab.arms import parse_arms
+from disagg.ab.arms import Arm, deployed, parse_arms, with_chunk
 from disagg.ab.chunk_search import TRIAL_S
 from disagg.ab.machine_fit import Fit, Speed, fitted_topology, fitted_workload
+from disagg.ab.out import OutFolder
+from disagg.ab.progress import RunProgress
+from disagg.ab.ray_arms import RayArms
+from disagg.ab.ray_tuning import tuned_on_ray
 from disagg.ab.result import Result, read_result
+from disagg.ab.run import begin, compare, run_ab
 from disagg.ab.workload import load_workload
+from disagg.cli_ab_report import print_result
 from disagg.config import Topology, load_topology, parse_topology
+from disagg.errors import DisaggError
 from disagg.launch.session import RaySession
 from disagg.models import BUNDLED
 
@@ -47,7 +58,7 @@ BOXES_GIB = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is run. `probably_s`: all of it, calibration included. `case_s`: what each workload may take, engine starts included.
+    """What is run. `probably_s`: all of it, calibration and engine starts included. `case_s`: what each workload may take of the rest.
 
     `duration_s`: how long each turn sends, by workload.
     """
@@ -79,25 +90,35 @@ class Plan:
 def plan(budget_min: float, spent_s: float, speed: Speed, capacity: Mapping[str, Capacity], arms: int) -> Plan:
     """Share what is left of the budget between the workloads; turns are as long as that allows."""
     left_s = max(0.0, 60 * budget_min - spent_s)
-    trials_s = _trials_s(speed, capacity)
-    case_s = (left_s - trials_s) / len(capacity)
+    begin_s = _begin_s(speed, capacity, arms)
+    case_s = (left_s - begin_s) / len(capacity)
     rounds, durations = {}, {}
-    probably_s = spent_s + trials_s
+    probably_s = spent_s + begin_s
     for name, one in capacity.items():
         warm_up_s = WARM_UPS * one.longest_s
-        turn_s = (case_s - arms * (speed.start_s + warm_up_s)) / (RATES * arms)
+        turn_s = (case_s - arms * warm_up_s) / (RATES * arms)
         sending_s = turn_s / 2 - 1.5 * one.longest_s  # the rest of a turn goes by until its last answers are there
         rounds[name] = 2 if sending_s >= ONE_ROUND_BELOW_S else 1
         durations[name] = round(min(LONGEST_S, max(SHORTEST_S, turn_s / rounds[name] - 1.5 * one.longest_s)), 1)
         turns = RATES * arms * rounds[name]
-        probably_s += arms * (speed.start_s + warm_up_s) + turns * (durations[name] + 1.5 * one.longest_s)
+        probably_s += arms * warm_up_s + turns * (durations[name] + 1.5 * one.longest_s)
     return Plan(budget_min, speed, dict(capacity), probably_s, max(0.0, case_s), rounds, durations)
 
 
-def _trials_s(speed: Speed, capacity: Mapping[str, Capacity]) -> float:
-    """What the chunk search takes: each size has a start, its warm-up, and a turn that goes on until its last answers are there."""
+def limit_of(planned: Plan, left_s: float, cases: int, arms: int) -> float:
+    """What the next of `cases` workloads may take of what is left: the others' unused time, too; half of what was planned in any case.
+
+    `arms`: that it has to bring up, after a chunk search; 0: they are up.
+    """
+    begin_s = _begin_s(planned.speed, planned.capacity, arms) if arms else 0.0
+    return begin_s + max(0.5 * planned.case_s, (left_s - begin_s) / cases)
+
+
+def _begin_s(speed: Speed, capacity: Mapping[str, Capacity], arms: int) -> float:
+    """What the chunk search takes (each size has a start, its warm-up, and a turn that goes on until its last answers are there), and
+    bringing up `arms` arms."""
     longest_s = max(one.longest_s for one in capacity.values())
-    return CHUNK_TRIALS * (speed.start_s + (WARM_UPS + 2) * longest_s + TRIAL_S)
+    return CHUNK_TRIALS * (speed.start_s + (WARM_UPS + 2) * longest_s + TRIAL_S) + arms * speed.start_s
 
 
 def main() -> int:
@@ -117,13 +138,7 @@ def main() -> int:
     print("\n".join(planned.lines()), flush=True)
     if given.plan_only:
         return 0
-    failed = []
-    open_ = [name for name in planned.capacity if not (given.resume and (given.out / name / "result.json").exists())]
-    for i, name in enumerate(open_):
-        left_s = 60 * planned.budget_min - (time.monotonic() - begin_s)
-        if not _run(name, planned, given.out, _limit_s(name, planned, left_s, len(open_) - i, given.out), resume=given.resume):
-            failed.append(name)
-        print(f"{name}: done {(time.monotonic() - begin_s) / 60:.1f} min after the start", flush=True)
+    failed = _run_cases(planned, given, begin_s)
     text = _summary(planned, given.out)
     (given.out / "summary.md").write_text(text)
     print(text)
@@ -132,20 +147,97 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _limit_s(name: str, planned: Plan, left_s: float, cases: int, out: Path) -> float:
-    """What a workload may take of what is left for `cases` of them: the others' unused time, too; half of what was planned in any case."""
-    trials_s = _trials_s(planned.speed, planned.capacity) if _tuned(name, out) is None else 0.0
-    return trials_s + max(0.5 * planned.case_s, (left_s - trials_s) / cases)
+def _run_cases(planned: Plan, given: argparse.Namespace, begin_s: float) -> list[str]:
+    """All cases that have no result yet, one after the other; the names of those that failed."""
+    topology = load_topology(given.out / "topology.yaml")
+    arms = parse_arms(ARMS, topology)
+    open_ = [name for name in planned.capacity if not (given.resume and (given.out / name / "result.json").exists())]
+    failed = []
+    with RaySession.start(list(deployed(arms).values()), None) as session, RunProgress(Console(stderr=True)) as progress:
+        cases = Cases(planned, topology, arms, given.out, session, progress)
+
+        async def run() -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+            try:
+                for i, name in enumerate(open_):
+                    left_s = 60 * planned.budget_min - (time.monotonic() - begin_s)
+                    if not await cases.run(name, left_s, len(open_) - i, resume=given.resume):
+                        failed.append(name)
+                    print(f"{name}: done {(time.monotonic() - begin_s) / 60:.1f} min after the start", flush=True)
+            finally:
+                await cases.close()
+
+        asyncio.run(run())
+    return failed
 
 
-def _run(name: str, planned: Plan, out: Path, limit_s: float, *, resume: bool) -> bool:
-    """One case; whether it came to a result. What an accident broke off in the middle goes on, once: its rows are kept."""
-    folder = out / name
-    code = subprocess.run(_command(name, planned, out, limit_s, resume=resume), check=False).returncode
-    if code and _is_begun(folder) and not (folder / "result.json").exists():
-        print(f"{name}: broken off; going on with what is measured", flush=True)
-        code = subprocess.run(_command(name, planned, out, limit_s, resume=True), check=False).returncode
-    return code == 0
+class Cases:
+    """The workloads on one set of arms, which the first of them brings up. Close it."""
+
+    def __init__(
+        self, planned: Plan, topology: Topology, arms: Sequence[Arm], out: Path, session: RaySession, progress: RunProgress
+    ) -> None:
+        self._planned = planned
+        self._topology = topology
+        self._arms = tuple(arms)
+        self._out = out
+        self._session = session
+        self._progress = progress
+        self._source: RayArms | None = None
+
+    async def run(self, name: str, left_s: float, cases: int, *, resume: bool) -> bool:
+        """One case, of `cases` that have `left_s`; whether it came to a result. What an accident broke off in the middle goes on, once: its
+        rows are kept."""
+        folder = self._out / name
+        limit_s = limit_of(self._planned, left_s, cases, arms=0 if self._source is not None else len(self._arms))
+        for is_resumed in (resume and _is_begun(folder), True):
+            try:
+                return (await self._measure(name, limit_s, resume=is_resumed)).not_a_result is None
+            except (DisaggError, OSError, RayError) as error:
+                await self.close()
+                print(f"{name}: broken off: {error}", flush=True)
+                if is_resumed or not _is_begun(folder) or (folder / "result.json").exists():
+                    return False
+                print(f"{name}: going on with what is measured", flush=True)
+        return False
+
+    async def _measure(self, name: str, limit_s: float, *, resume: bool) -> Result:
+        comparison = compare(
+            self._topology,
+            load_workload(str(self._out / f"{name}.yaml")),
+            resident=True,
+            arms=self._arms,
+            rates=self._planned.capacity[name].rates,
+            rounds=self._planned.rounds[name],
+            limit_s=limit_s,
+        )
+        folder = OutFolder(self._out / name, resume=resume)
+        begin(comparison, folder, resume=resume)
+        searched = self._chunk_found(name)
+        if searched is None:
+            comparison = await tuned_on_ray(comparison, self._session, self._out, folder, self._progress, CHUNK_TRIALS)
+        else:
+            comparison = replace(comparison, arms=tuple(with_chunk(arm, searched) for arm in comparison.arms))
+        if self._source is None:
+            self._source = RayArms(self._session, comparison.arms, resident=True, base_dir=self._out, say=self._progress.say)
+        result = await run_ab(comparison, self._source, folder, self._progress, resume=resume)
+        print_result(result, folder)
+        return result
+
+    def _chunk_found(self, name: str) -> int | None:
+        """By a case before `name`; None where that has to search it."""
+        before = itertools.takewhile(lambda other: other != name, self._planned.capacity)
+        files = [self._out / other / "result.json" for other in before]
+        searches = [read_result(file).chunk_search for file in files if file.exists()]
+        return next((search.chosen_tokens for search in searches if search is not None), None)
+
+    async def close(self) -> None:
+        """Take the arms down; a case that follows brings them up again."""
+        source, self._source = self._source, None
+        if source is not None:
+            await source.close()
 
 
 def _planned(given: argparse.Namespace, names: list[str], begin_s: float) -> Plan:
@@ -183,29 +275,9 @@ def _for_bench(topology: Topology, base_dir: Path) -> Topology:
     return parse_topology(raw)
 
 
-def _command(name: str, planned: Plan, out: Path, limit_s: float, *, resume: bool) -> list[str]:
-    folder = out / name
-    tuned = _tuned(name, out)
-    chunk = ["--chunk-trials", str(CHUNK_TRIALS)] if tuned is None else ["--chunk", str(tuned)]
-    return [
-        *(sys.executable, "-c", "from disagg.cli import app; app()", "ab", str(out / "topology.yaml")),
-        *("--workload", str(out / f"{name}.yaml"), "--arms", ARMS, "--rounds", str(planned.rounds[name])),
-        *("--rates", ",".join(f"{rate:g}" for rate in planned.capacity[name].rates), "--limit-min", f"{limit_s / 60:.2f}"),
-        *(*chunk, "--out", str(folder)),
-        *(["--resume"] if resume and _is_begun(folder) else []),
-    ]
-
-
 def _is_begun(folder: Path) -> bool:
     """Whether a run left something to go on with, if only in its chunk search."""
     return any((folder / name).exists() for name in ("asked.json", "run.json"))
-
-
-def _tuned(name: str, out: Path) -> int | None:
-    """The chunk that the search on TUNED_ON chose; None where `name` has to search one: it is that workload, or that was not asked for."""
-    file = out / TUNED_ON / "result.json"
-    search = read_result(file).chunk_search if name != TUNED_ON and file.exists() else None
-    return None if search is None else search.chosen_tokens
 
 
 def _summary(planned: Plan, out: Path) -> str:

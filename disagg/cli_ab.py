@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import time
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from disagg.cli_ab_fit import FIT_HELP, fit_of, fitted_to_machine
-from disagg.cli_ab_report import PRICE_HELP, DefaultCommand, add_to, print_report
+from disagg.cli_ab_report import PRICE_HELP, DefaultCommand, add_to, print_result
 from disagg.cli_up import SET_HELP, overrides_of
 
 if TYPE_CHECKING:
     from disagg.ab.arms import Arm
     from disagg.ab.out import OutFolder
     from disagg.ab.progress import RunProgress
-    from disagg.ab.result import ChunkSearch, Result
+    from disagg.ab.result import Result
     from disagg.ab.run import Comparison
     from disagg.ab.trace_plan import AnyWorkload
     from disagg.config import Topology
@@ -95,7 +93,6 @@ def ab(
     from disagg.ab.result import priced
     from disagg.ab.rules import RangeSearch
     from disagg.ab.run import begin, compare
-    from disagg.ab.table import WIDTH, render
     from disagg.ab.trace_workload import load_any_workload
     from disagg.ab.turns import check_external
     from disagg.config import load_topology
@@ -143,14 +140,8 @@ def ab(
     if price_per_gpu_hour is not None:
         result = priced(result, price_per_gpu_hour)
         folder.write_result(result.to_json())
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
-    console.print(render(result))
-    console.print(f"{folder.result}  {folder.requests}", soft_wrap=True, markup=False)
-    print_report(folder.path)
+    print_result(result, folder)
     if result.not_a_result is not None:
-        console.print(f"not a result: {result.not_a_result}", soft_wrap=True, markup=False)
         raise typer.Exit(1)
 
 
@@ -233,43 +224,16 @@ async def _run(
 ) -> Result:
     """Run, and take all arms down whatever happens; SIGTERM ends like Ctrl-C. `chunk_trials`: 0 for no search."""
     from disagg.ab.ray_arms import RayArms
-    from disagg.ab.run import run_ab, tuned
+    from disagg.ab.ray_tuning import tuned_on_ray
+    from disagg.ab.run import run_ab
 
     task: asyncio.Task[Any] | None = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    colocated = next((arm for arm in comparison.arms if arm.kind == "colocated"), None)
-    if chunk_trials and colocated is not None:
-        begin_s = time.monotonic()
-        comparison = tuned(comparison, await _search(comparison, colocated, session, base_dir, folder, progress, chunk_trials))
-        comparison = replace(comparison, rounds=comparison.rounds.after(time.monotonic() - begin_s))
+    if chunk_trials:
+        comparison = await tuned_on_ray(comparison, session, base_dir, folder, progress, chunk_trials)
     source = RayArms(session, comparison.arms, resident=comparison.resident, base_dir=base_dir, say=progress.say)
     try:
         return await run_ab(comparison, source, folder, progress, resume=resume)
-    finally:
-        await source.close()
-
-
-async def _search(
-    comparison: Comparison,
-    arm: Arm,
-    session: RaySession | None,
-    base_dir: Path,
-    folder: OutFolder,
-    progress: RunProgress,
-    most_trials: int,
-) -> ChunkSearch:
-    """The chunk search, on deployments of its own that are gone when it returns."""
-    from disagg.ab.chunk_search import search_chunk, trial_arms
-    from disagg.ab.out import OutFolder
-    from disagg.ab.ray_arms import RayArms
-    from disagg.ab.run import search_rate_rps, workload_at
-
-    rate = search_rate_rps(comparison)
-    source = RayArms(session, list(trial_arms(arm).values()), resident=False, base_dir=base_dir, say=progress.say)
-    own_folder = OutFolder(folder.path / "chunk-search", resume=True)
-    try:
-        paced = workload_at(comparison, rate)
-        return await search_chunk(arm, paced, rate, comparison.classes, source, own_folder, progress, most_trials=most_trials)
     finally:
         await source.close()

@@ -20,6 +20,7 @@ LEVEL = 0.9  # of attainment, from which on targets count as met
 if TYPE_CHECKING:
     from disagg.ab.compare import SideBySide
     from disagg.ab.load import StreamingClient
+    from disagg.ab.out import OutFolder
     from disagg.ab.replay import Recording
     from disagg.ab.result import Result
 
@@ -42,6 +43,22 @@ def add_to(group: typer.Typer) -> None:
     group.command("compare")(compare)
     group.command("advise")(advise)
     group.command("replay")(replay)
+
+
+def print_result(result: Result, folder: OutFolder) -> None:
+    """The table and the verdict, where the files are, and why it is no result, where it is none; writes the report."""
+    from rich.console import Console
+
+    from disagg.ab.table import WIDTH, render
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    console.print(render(result))
+    console.print(f"{folder.result}  {folder.requests}", soft_wrap=True, markup=False)
+    print_report(folder.path)
+    if result.not_a_result is not None:
+        console.print(f"not a result: {result.not_a_result}", soft_wrap=True, markup=False)
 
 
 def print_report(folder: Path) -> None:

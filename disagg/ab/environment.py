@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import importlib.metadata
@@ -9,6 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,7 @@ RAY_KEEPS = 0.05  # of the machine's memory: above RAY_memory_usage_threshold, 0
 
 
 def describe(arms: Mapping[str, Topology], *, resident: bool) -> dict[str, Any]:
-    """JSON-serialisable facts, as they are before anything is started.
-
-    `resident`: whether both arms' engines stay up all the time, or come up and down in turn. `load_before`: the machine's load
-    average over the last minute, in runnable threads.
-    """
+    """JSON-serialisable facts. `resident`: whether all arms' engines stay up all the time, or come up and down in turn."""
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "disagg": disagg.__version__,
@@ -36,13 +34,33 @@ def describe(arms: Mapping[str, Topology], *, resident: bool) -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "load_before": round(os.getloadavg()[0], 2),
         "gpus": _gpus(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
         "model": next((topology.model for topology in arms.values()), None),
         "resident": resident,
         "topologies": {arm: topology.model_dump(mode="json") for arm, topology in arms.items()},
     }
+
+
+async def busy_cores(over_s: float = 1.0) -> float | None:
+    """Cores of this machine that were at work over the next `over_s` seconds, on the mean; None where the kernel does not say.
+
+    Not the load average: a minute after a chunk search that would still show our own engines.
+    """
+    before = _busy_s()
+    begin_s = time.monotonic()
+    await asyncio.sleep(over_s)
+    after = _busy_s()
+    return None if before is None or after is None else (after - before) / (time.monotonic() - begin_s)
+
+
+def _busy_s() -> float | None:
+    """Seconds of all cores since the machine's start but those that they idled; see proc_stat(5)."""
+    try:
+        user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().splitlines()[0].split()[1:8]
+    except (OSError, ValueError, IndexError):
+        return None
+    return sum(int(ticks) for ticks in (user, nice, system, *interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
 def free_memory_bytes() -> int | None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from disagg.ab.arms import Arm, ArmSource, deployed, known_context, own_arms, with_chunk
-from disagg.ab.environment import describe
+from disagg.ab.environment import busy_cores, describe
 from disagg.ab.journal import TurnKey, check_same_run
 from disagg.ab.out import OutFolder
 from disagg.ab.progress import RunProgress
@@ -120,7 +120,7 @@ async def run_ab(comparison: Comparison, source: ArmSource, out: OutFolder, prog
     the run in `out` is another one, DisaggError when a warm-up request fails, DiskError. Failed requests of a round are counted, never
     raised.
     """
-    environment = describe(comparison.topologies, resident=comparison.resident)
+    environment = {**describe(comparison.topologies, resident=comparison.resident), "busy_cores_before": await busy_cores()}
     if resume and (out.run.exists() or not out.asked.exists()):  # interrupted in the chunk search, it has not come here
         check_same_run(out.run, comparison.fingerprint)
     else:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _PROBED = "a probe of the range: one round"
 _BEFORE = "measured before the run was resumed for other rates"
-BUSY_LOAD = 0.5  # load average per core from which other programs blur the figures
+BUSY_SHARE = 0.2  # of the cores at work before the run, from which on other programs blur the figures
 
 
 def result_of(
@@ -102,9 +102,11 @@ def _warm_ups(comparison: Comparison, turns: Turns) -> dict[str, WarmUpReport]:
 def _warnings(comparison: Comparison, turns: Turns, points: Sequence[PointReport], environment: Mapping[str, Any]) -> list[str]:
     """What a reader must know before believing the figures."""
     found = []
-    load, cores = environment["load_before"], environment["cores"]
-    if load > BUSY_LOAD * cores:
-        found.append(f"other programs were busy on this machine before the run (load {load:g} on {cores} cores): latencies are theirs, too")
+    busy, cores = environment["busy_cores_before"], environment["cores"]
+    if busy is not None and busy > BUSY_SHARE * cores:
+        found.append(
+            f"other programs were busy on this machine right before the run ({busy:.1f} of {cores} cores): latencies are theirs, too"
+        )
     several = len(points) > 1
     counted: Mapping[TurnKey, Turn] = turns.journal.counted
     for turn in counted.values():
