@@ -23,9 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.config import Topology, parse_topology
-from disagg.perf.hardware import find_device
-from disagg.perf.roofline import PrefillChunk, StepModel
-from disagg.perf.shapes import find_shape
+from disagg.plan.search import MIXED_SHARE
 from disagg.sim.cluster import Simulation
 from disagg.sim.goodput import Goodput, find_goodput
 from disagg.sim.outcome import SimReport
@@ -60,10 +58,10 @@ CASES = {
 }
 
 
-def topology_of(arm: str, slo_class: str | dict[str, Any], extra: dict[str, Any], context: int = 2048) -> Topology:
+def topology_of(arm: str, slo_class: str | dict[str, Any], extra: dict[str, Any]) -> Topology:
     """`colocated-CHUNK`, `P:D`, or `adaptive-P:D[/CHUNK[/MIXED]]`: tokens of a step of its workers, and of one in which somebody decodes.
 
-    `context`: mean context of a request, from which MIXED follows where it is not given.
+    Without MIXED such a step may take 0.9 of the class's TPOT target.
     """
     mode, prefill, chunks, mixed = "disagg", WORKERS // 2, (8192, 2048, 512), {}
     if arm.startswith("colocated"):
@@ -72,7 +70,7 @@ def topology_of(arm: str, slo_class: str | dict[str, Any], extra: dict[str, Any]
         mode = "adaptive"
         ratio, chunk, mixed_chunk = [*arm.partition("-")[2].split("/"), "8192", "auto"][:3]
         prefill, chunks = int(ratio.split(":")[0]), (int(chunk.split("-")[0]), int(chunk.split("-")[-1]), 512)
-        mixed = {"mixed_step_tokens": mixed_tokens(slo_class, context) if mixed_chunk == "auto" else int(mixed_chunk)}
+        mixed = {"mixed_step_ms": mixed_ms(slo_class)} if mixed_chunk == "auto" else {"mixed_step_tokens": int(mixed_chunk)}
     else:
         prefill = int(arm.split(":")[0])
     prefill_chunk, decode_chunk, colocated_chunk = chunks
@@ -98,14 +96,11 @@ def topology_of(arm: str, slo_class: str | dict[str, Any], extra: dict[str, Any]
     )
 
 
-def mixed_tokens(slo_class: str | dict[str, Any], context: int) -> int:
-    """Tokens of a step that takes 0.9 of the class's TPOT: a chunk behind `context` tokens, beside 16 decodes of such contexts. By 32."""
+def mixed_ms(slo_class: str | dict[str, Any]) -> float:
+    """What a step beside decodes may take, as the planner has it."""
     pools = {"prefill": {"count": 1}, "decode": {"count": 1}}
     (given,) = parse_topology({"model": "m", "pools": pools, "slo_classes": [slo_class]}).slo_classes
-    model = StepModel(find_shape("llama-3.1-70b"), find_device("h100"), 4)
-    limit_s = 0.9 * (given.tpot_s or 0.1)
-    fitting = [n for n in range(64, 8192, 32) if model.step_s([PrefillChunk(n, context)], 16, 16 * context) <= limit_s]
-    return max(fitting, default=64)
+    return MIXED_SHARE * 1e3 * (given.tpot_s or 0.1)
 
 
 def run(trace: Trace, topology: Topology, factor: float, requests: int) -> SimReport:
@@ -130,7 +125,7 @@ def attainment_at(trace: Trace, topology: Topology, arm: str, factor: float, req
 
 def measure(trace: Trace, case: Case, arm: str, start: float, requests: int, tolerance: float, extra: dict[str, Any]) -> Goodput:
     """Goodput in rate factors of the trace."""
-    topology = topology_of(arm, case.slo_class, extra, mean_context(trace, requests))
+    topology = topology_of(arm, case.slo_class, extra)
 
     def attainment(factor: float) -> float:
         return attainment_at(trace, topology, arm, factor, requests)
@@ -168,7 +163,7 @@ def main() -> None:
             continue
         for arm in arms:
             if given.at is not None:
-                topology = topology_of(arm, case.slo_class, extra, mean_context(trace, given.requests))
+                topology = topology_of(arm, case.slo_class, extra)
                 found[name][arm] = {"factor": given.at, "attainment": attainment_at(trace, topology, arm, given.at, given.requests)}
                 continue
             goodput = measure(trace, case, arm, start, given.requests, given.tolerance, extra)
@@ -197,19 +192,13 @@ def duel(
         print(f"  {arm:16s} {goodput.rate * rate:8.2f} requests/s (factor {goodput.rate:.3f})", flush=True)
 
     search(own, start)
-    at, context = found[own]["rate"], mean_context(trace, requests)
-    shares = {a: attainment_at(trace, topology_of(a, case.slo_class, extra, context), a, at, requests) for a in others}
+    at = found[own]["rate"]
+    shares = {a: attainment_at(trace, topology_of(a, case.slo_class, extra), a, at, requests) for a in others}
     ranked = sorted(shares, key=lambda a: -shares[a])
     print("  at that rate: " + ", ".join(f"{arm} {shares[arm]:.1%}" for arm in ranked), flush=True)
     for arm in ranked[:2]:
         search(arm, at if shares[arm] >= LEVEL else at / 1.1)
     return found
-
-
-def mean_context(trace: Trace, requests: int) -> int:
-    """Mean prompt length of what is sent."""
-    lengths = [min(r.input_tokens, CONTEXT) for r in trace.requests[:requests]]
-    return sum(lengths) // len(lengths)
 
 
 def run_rate(trace: Trace, requests: int) -> float:

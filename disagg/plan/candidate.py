@@ -18,13 +18,17 @@ RECOMPUTED_KV_BYTES = 64  # that stand for one token's KV in simulated boxes
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """`count` workers of `tp` devices each. `chunk`: max_num_batched_tokens, `max_seqs`: max_num_seqs."""
+    """`count` workers of `tp` devices each. `chunk`: max_num_batched_tokens, `max_seqs`: max_num_seqs.
+
+    `mixed_step_ms`: milliseconds of a step in which somebody decodes, at most; None: no such limit.
+    """
 
     count: int
     tp: int
     device: Device
     chunk: int
     max_seqs: int
+    mixed_step_ms: float | None = None
 
     @property
     def gpus(self) -> int:
@@ -59,7 +63,8 @@ class Candidate:
         assert self.prefill is not None
         assert self.decode is not None
         p, d = self.prefill, self.decode
-        return f"{self.mode.value} {p.count}P:{d.count}D, {_kind(p)} + {_kind(d)}, chunk {p.chunk}"
+        mixed = f", {p.mixed_step_ms:g} ms beside decodes" if p.mixed_step_ms else ""
+        return f"{self.mode.value} {p.count}P:{d.count}D, {_kind(p)} + {_kind(d)}, chunk {p.chunk}{mixed}"
 
     def cost_per_hour(self, question: Question) -> float | None:
         """Of all its GPUs; None without a price."""
@@ -78,7 +83,7 @@ def topology_of(question: Question, candidate: Candidate) -> Topology:
     """The candidate on simulated engines. `pools.colocated` stands in it only for a colocated plan."""
     pools: dict[str, Any] = {}
     for name, pool in candidate.pools.items():
-        settings = question.settings(pool.device, pool.tp, pool.chunk, pool.max_seqs)
+        settings = question.settings(pool.device, pool.tp, pool.chunk, pool.max_seqs, pool.mixed_step_ms)
         pools[name] = {"count": pool.count, "simulated": settings.model_dump(exclude_defaults=True)}
     return parse_topology(
         {

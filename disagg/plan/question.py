@@ -95,7 +95,9 @@ class Question:
         last_s = float(np.mean(s.outputs * np.minimum(s.tpot_s, _SLOW_TOKEN_S) + np.minimum(s.ttft_s, s.outputs * _SLOW_TOKEN_S)))
         return 1 + last_s * rate_rps / self.requests_at(rate_rps)
 
-    def settings(self, device: Device, tp: int, chunk: int = 2048, max_seqs: int = 256) -> SimulatedSettings:
+    def settings(
+        self, device: Device, tp: int, chunk: int = 2048, max_seqs: int = 256, mixed_step_ms: float | None = None
+    ) -> SimulatedSettings:
         """Of one worker's engine."""
         block_tokens = self.profile.block_tokens if self.profile else BLOCK_TOKENS
         return SimulatedSettings(
@@ -111,6 +113,7 @@ class Question:
             block_tokens=block_tokens,
             max_num_batched_tokens=chunk,
             max_num_seqs=max_seqs,
+            mixed_step_ms=mixed_step_ms,
             max_model_len=self._max_model_len(block_tokens),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from disagg.plan.question import Question
 from disagg.plan.screen import Screen, max_seqs_of
 from disagg.types import Mode
 
+MIXED_SHARE = 0.9  # of the tightest TPOT target that an adaptive plan's steps may take beside decodes
 _RATIOS = 12  # P:D counts that are screened for one pair of degrees, around the one that balances both pools
 
 
@@ -108,11 +110,18 @@ def neighbours(screen: Screen, candidate: Candidate) -> list[Candidate]:
 
 
 def adaptive_of(candidates: Iterable[Candidate], question: Question) -> Candidate | None:
-    """The workers of the first plan whose two pools are alike, with every pair of them as a route; None where there is no such plan."""
+    """The workers of the first plan whose two pools are alike, with every pair of them as a route; None where there is no such plan.
+
+    Prompts run on any of them, so all take the prefill pool's chunk, and less where somebody decodes: what keeps the tightest TPOT.
+    """
+    tpot_s = float(question.load.sample.tpot_s.min())
+    mixed_step_ms = round(MIXED_SHARE * tpot_s * 1e3, 1) if math.isfinite(tpot_s) else None
     for candidate in candidates:
         p, d = candidate.prefill, candidate.decode
         assert p is not None
         assert d is not None
         if p.tp == d.tp and p.device == d.device and candidate.gpus <= question.gpus:
-            return replace(candidate, mode=Mode.ADAPTIVE, prefill=replace(p, max_seqs=d.max_seqs))
+            prefill = replace(p, max_seqs=d.max_seqs, mixed_step_ms=mixed_step_ms)
+            decode = replace(d, chunk=p.chunk if mixed_step_ms else d.chunk, mixed_step_ms=mixed_step_ms)
+            return replace(candidate, mode=Mode.ADAPTIVE, prefill=prefill, decode=decode)
     return None

@@ -270,6 +270,7 @@ def _three(summary: Summary, digits: int = 0) -> str:
 def _trial_json(q: Question, trial: Trial, at: Figures | None) -> dict[str, Any]:
     pools = {
         name: {"count": p.count, "tp": p.tp, "gpu": p.device.name, "max_num_batched_tokens": p.chunk, "max_num_seqs": p.max_seqs,
+               "mixed_step_ms": p.mixed_step_ms,
                "weights_bytes_per_gpu": q.shape.weight_bytes(q.dtype) // p.tp, "kv_tokens": q.kv_tokens(p.device, p.tp)}
         for name, p in trial.candidate.pools.items()
     }  # fmt: skip

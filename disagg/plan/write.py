@@ -138,7 +138,9 @@ def _shared(question: Question, longest: int) -> dict[str, Any]:
 
 def _pool(pool: PoolPlan, *, is_real: bool, is_unlike: bool) -> dict[str, Any]:
     """`is_unlike`: pools run on unlike GPUs, so that each names its own."""
-    limits = {"max_num_batched_tokens": pool.chunk, "max_num_seqs": pool.max_seqs}
+    limits: dict[str, Any] = {"max_num_batched_tokens": pool.chunk, "max_num_seqs": pool.max_seqs}
+    if pool.mixed_step_ms is not None:
+        limits["mixed_step_ms"] = pool.mixed_step_ms
     simulated = {"gpu": pool.device.name, "tp": pool.tp, **limits}
     if not is_real:
         return {"count": pool.count, "simulated": simulated}

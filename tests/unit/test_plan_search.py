@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from disagg.config import SloClass
-from disagg.plan.candidate import PREFILL_CHUNKS, Candidate
+from disagg.plan.candidate import DECODE_CHUNK, PREFILL_CHUNKS, Candidate, topology_of
 from disagg.plan.planner import _first_verdict, make_plan
 from disagg.plan.question import Question
 from disagg.plan.screen import Screen
@@ -17,7 +17,7 @@ from disagg.plan.search import adaptive_of, colocated_candidates, neighbours, sc
 from disagg.plan.trial import Figures, Trials
 from disagg.sim.goodput import find_goodput
 from disagg.slo import summarise
-from disagg.types import Mode
+from disagg.types import Mode, Role
 from tests.plan_rig import question
 
 
@@ -148,3 +148,19 @@ def test_adaptive_is_tried_on_the_best_alike_pools_where_the_best_pair_is_unlike
     assert found is not None
     assert (found.mode, found.prefill and found.prefill.tp, found.decode and found.decode.tp) == (Mode.ADAPTIVE, 1, 1)
     assert adaptive_of([tp[2, 1]], given) is None
+
+
+def test_adaptive_plans_take_large_prompts_and_keep_their_mixed_steps_inside_tpot() -> None:
+    given = question(slo=SloClass(name="chat", ttft_ms=500, tpot_ms=40))
+    pair = next(s.candidate for s in screened(Screen(given), Mode.DISAGG) if s.candidate.prefill.tp == s.candidate.decode.tp)  # type: ignore[union-attr]
+    found = adaptive_of([pair], given)
+    assert found is not None
+    assert pair.prefill is not None
+    for role in (Role.PREFILL, Role.DECODE):
+        settings = topology_of(given, found).simulated(role)
+        assert (settings.mixed_step_ms, settings.max_num_batched_tokens) == (36.0, pair.prefill.chunk)
+    assert "36 ms beside decodes" in found.name
+    without = adaptive_of([pair], question(slo=SloClass(name="chat", ttft_ms=500)))
+    assert without is not None
+    assert without.decode is not None
+    assert (without.decode.mixed_step_ms, without.decode.chunk) == (None, DECODE_CHUNK)
