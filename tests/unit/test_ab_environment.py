@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,11 +14,12 @@ from disagg.ab.environment import busy_cores
 
 
 async def test_a_program_at_work_is_seen() -> None:
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as spinning:
-        try:
-            found = await busy_cores(0.5)
-        finally:
-            spinning.kill()
+    spinning = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
+    try:
+        found = await busy_cores(0.5)
+    finally:
+        spinning.kill()
+        await spinning.wait()
     assert found is not None
     assert 0.1 < found < 1.1 * (os.cpu_count() or 1)
 
