@@ -28,8 +28,9 @@ from ray.exceptions import RayError
 from rich.console import Console
 
 from bench.calibrate import Capacity, calibrate
-from disagg.ab.arms import Arm, deployed, parse_arms, with_chunk
+from disagg.ab.arms import Arm, can_be_resident, deployed, parse_arms, with_chunk
 from disagg.ab.chunk_search import TRIAL_S
+from disagg.ab.environment import free_memory_bytes
 from disagg.ab.machine_fit import Fit, Speed, fitted_topology, fitted_workload
 from disagg.ab.out import OutFolder
 from disagg.ab.progress import RunProgress
@@ -138,7 +139,11 @@ def main() -> int:
     print("\n".join(planned.lines()), flush=True)
     if given.plan_only:
         return 0
-    failed = _run_cases(planned, given, begin_s)
+    try:
+        failed = _run_cases(planned, given, begin_s)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print(f"interrupted; what is measured is in {given.out}; --resume goes on from there", file=sys.stderr)
+        return 130
     text = _summary(planned, given.out)
     (given.out / "summary.md").write_text(text)
     print(text)
@@ -186,20 +191,21 @@ class Cases:
         self._session = session
         self._progress = progress
         self._source: RayArms | None = None
+        self._resident = can_be_resident(deployed(arms), free_memory_bytes())  # while nothing is up yet
 
     async def run(self, name: str, left_s: float, cases: int, *, resume: bool) -> bool:
         """One case, of `cases` that have `left_s`; whether it came to a result. What an accident broke off in the middle goes on, once: its
         rows are kept."""
         folder = self._out / name
         limit_s = limit_of(self._planned, left_s, cases, arms=0 if self._source is not None else len(self._arms))
-        for is_resumed in (resume and _is_begun(folder), True):
+        for is_again in (False, True):
             try:
-                return (await self._measure(name, limit_s, resume=is_resumed)).not_a_result is None
+                return (await self._measure(name, limit_s, resume=(resume or is_again) and _is_begun(folder))).not_a_result is None
             except (DisaggError, OSError, RayError) as error:
                 await self.close()
                 print(f"{name}: broken off: {error}", flush=True)
-                if is_resumed or not _is_begun(folder) or (folder / "result.json").exists():
-                    return False
+                if is_again or not _is_begun(folder) or (folder / "result.json").exists():
+                    break
                 print(f"{name}: going on with what is measured", flush=True)
         return False
 
@@ -207,7 +213,7 @@ class Cases:
         comparison = compare(
             self._topology,
             load_workload(str(self._out / f"{name}.yaml")),
-            resident=True,
+            resident=self._resident,
             arms=self._arms,
             rates=self._planned.capacity[name].rates,
             rounds=self._planned.rounds[name],
@@ -221,7 +227,7 @@ class Cases:
         else:
             comparison = replace(comparison, arms=tuple(with_chunk(arm, searched) for arm in comparison.arms))
         if self._source is None:
-            self._source = RayArms(self._session, comparison.arms, resident=True, base_dir=self._out, say=self._progress.say)
+            self._source = RayArms(self._session, comparison.arms, resident=self._resident, base_dir=self._out, say=self._progress.say)
         result = await run_ab(comparison, self._source, folder, self._progress, resume=resume)
         print_result(result, folder)
         return result

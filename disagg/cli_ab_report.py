@@ -196,7 +196,6 @@ def replay(
     from disagg.ab.out import OutFolder
     from disagg.ab.progress import RunProgress
     from disagg.ab.replay import load_recording
-    from disagg.ab.table import WIDTH, render
     from disagg.errors import ConfigError
 
     if (to is None) == (topology is None):
@@ -205,14 +204,8 @@ def replay(
     folder = OutFolder(out)
     with RunProgress(Console(stderr=True)) as progress:
         result = asyncio.run(_replay(recording, to, topology, settings, folder, progress))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
-    console.print(render(result))
-    console.print(f"{folder.result}  {folder.requests}", soft_wrap=True, markup=False)
-    print_report(folder.path)
+    print_result(result, folder)
     if result.not_a_result is not None:
-        console.print(f"not a result: {result.not_a_result}", soft_wrap=True, markup=False)
         raise typer.Exit(1)
 
 

@@ -56,18 +56,22 @@ def cases(tmp_path: Path) -> Cases:
 
 
 @pytest.mark.parametrize(
-    ("left", "ends", "is_whole"),
+    ("left", "ends", "is_whole", "resume"),
     [
-        ("run.json", ("broken", "whole"), True),  # broken off: goes on
-        ("run.json", ("broken", "broken"), False),  # and once only
-        ("", ("broken",), False),  # it never began: the same would happen again
-        ("result.json", ("none",), False),  # a result that is none, which is no accident
+        ("run.json", ("broken", "whole"), True, False),  # broken off: goes on
+        ("run.json", ("broken", "whole"), True, True),  # and so does one that had gone on before
+        ("run.json", ("broken", "broken"), False, False),  # and once only
+        ("", ("broken",), False, False),  # it never began: the same would happen again
+        ("result.json", ("none",), False, False),  # a result that is none, which is no accident
     ],
 )
 async def test_a_case_that_is_broken_off_goes_on_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str, ends: tuple[str, ...], is_whole: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str, ends: tuple[str, ...], is_whole: bool, resume: bool
 ):
     resumed: list[bool] = []
+    if resume:
+        (tmp_path / "short-chat").mkdir()
+        (tmp_path / "short-chat" / left).touch()
 
     async def measure(self: Cases, name: str, limit_s: float, *, resume: bool) -> Any:
         (tmp_path / name).mkdir(exist_ok=True)
@@ -80,8 +84,8 @@ async def test_a_case_that_is_broken_off_goes_on_once(
         return SimpleNamespace(not_a_result="nothing was sent" if end == "none" else None)
 
     monkeypatch.setattr(Cases, "_measure", measure)
-    assert await cases(tmp_path).run("short-chat", 600.0, 1, resume=False) is is_whole
-    assert resumed == [False, True][: len(ends)]
+    assert await cases(tmp_path).run("short-chat", 600.0, 1, resume=resume) is is_whole
+    assert resumed == [resume, True][: len(ends)]
 
 
 def test_a_chunk_that_a_case_of_this_run_found_is_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
